@@ -2,7 +2,7 @@
 
 Exchange "hierarchical" is compared with "needed" in the same layout: bytes that stay inside hosts, and the predicted
 seconds of attention in a step ("needed" in 1, 2 or 4 chunks, the best).
-`by_host` has the layout that is made for "hierarchical".
+`by_host` has the layout in which few rows enter a host, where documents need several.
 
 Documents have lognormal lengths, as in packed training data. Masks of one document are there for comparison. Times are
 CPU seconds of one process with one thread; each is the least of a few calls. `floor` is the CPU time of the least that
@@ -28,8 +28,9 @@ import spanwise
 from benchmarks import host_bounds
 from spanwise import SpanMask
 from spanwise.attention.rank_plan import build
-from spanwise.layouts.by_host import ByHost
-from spanwise.layouts.problem import LayoutProblem
+from spanwise.layouts.by_document import ByDocument
+from spanwise.layouts.local import Local
+from spanwise.routes.exchanges import EXCHANGES
 
 HOST = 8
 SHAPE = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -88,14 +89,14 @@ def measured(name: str, mask: SpanMask, ranks: int, repeats: int) -> dict[str, A
     def planned(**options: Any) -> Any:
         return spanwise.make_plan(mask, ranks, hardware=spanwise.H100, **SHAPE, **options)
 
-    plan_seconds, plan = cpu_seconds(lambda: planned(balancer="local", exchange="needed", stages=1), repeats)
+    plan_seconds, plan = cpu_seconds(lambda: planned(balancer=Local(), exchange="needed", stages=1), repeats)
     auto_seconds, auto = cpu_seconds(lambda: planned(), 1)
     traffic_seconds, _ = cpu_seconds(lambda: plan.replace(layout=plan.layout).traffic(), 1)
     plan.traffic()
     build(plan, 0)  # digests the mask, once for all ranks
     tensor_seconds, _ = cpu_seconds(lambda: build(plan, 1), repeats + 1)
     bound, once_bound = host_bounds.bounds(plan, HOST)
-    moved, relayed = plan.host_traffic(host_size=HOST), plan.replace(exchange="hierarchical")
+    moved, relayed = plan.host_traffic(host_size=HOST), plan.replace(kv_exchange=EXCHANGES["hierarchical"])
     talks = (plan.traffic() + plan.traffic().T > 0).sum(axis=1)  # ranks that each rank sends to or receives from
     plan.count()
     relay_seconds, _ = cpu_seconds(relayed.route, 1)
@@ -138,12 +139,11 @@ def measured(name: str, mask: SpanMask, ranks: int, repeats: int) -> dict[str, A
 
 def by_host(mask: SpanMask, ranks: int) -> dict[str, Any] | None:
     """The layout in which few rows enter a host, with exchange "hierarchical"; None where no document needs hosts."""
-    balancer = ByHost(HOST)
-    if not balancer.suits(LayoutProblem({"default": mask}), ranks):
-        return None
-    given = dict(balancer=balancer, exchange="hierarchical", hardware=spanwise.H100, **SHAPE)
+    given = dict(balancer=ByDocument(host_size=HOST), exchange="hierarchical", hardware=spanwise.H100, **SHAPE)
     seconds, plan = cpu_seconds(lambda: spanwise.make_plan(mask, ranks, **given), 2)
     moved, bound = plan.host_traffic(host_size=HOST), host_bounds.bounds(plan, HOST)[1]
+    if bound == 0:
+        return None
     return {
         "plan_seconds": seconds,
         "imbalance": plan.imbalance(),

@@ -15,9 +15,9 @@ import numpy as np
 
 from spanwise.hardware import Hardware
 from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail, PerDocumentHeadTail, contiguous
-from spanwise.layouts.by_host import ByHost
+from spanwise.layouts.by_document import ByDocument
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.local import MOST_SEARCHED, Local
+from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.masks.checks import check_positive
@@ -139,7 +139,7 @@ class Assigner:
                 )
             return contiguous(self.q_len, num_ranks), contiguous(self.kv_len, num_ranks), self.problem.block_size
         groups, parts = (num_ranks, 1) if outer == 1 else (outer, inner)
-        chosen = self.local(groups, parts, self.quality) if balancer == "local" else balancer
+        chosen = Local(quality=self.quality) if balancer == "local" else balancer
         problem, first = self.problem, None
         for block_size in (problem.block_size, max(self.q_len // (_BLOCKS_PER_GROUP * groups), 1), 1):
             if block_size < problem.block_size:
@@ -151,33 +151,14 @@ class Assigner:
         assert first is not None
         return first, first, self.problem.block_size  # a balancer of the caller that wants it so
 
-    def local(
-        self, groups: int, inner: int, quality: str, max_imbalance: float | None = None, most_runs: int | None = None
-    ) -> Local:
-        """The local balancer for `groups` of `inner` ranks; where groups share hosts, it prefers traffic inside them.
+    def local(self, groups: int, inner: int) -> dict[str, LoadBalancer]:
+        """The balancers for little traffic between `groups` of `inner` ranks, by the name that their plans get.
 
         A host is the innermost level of the network that holds several whole groups. If one host holds all groups, or
         every host holds one, all traffic between groups costs the same.
         """
-        host_groups, price = self._hosts(groups, inner)
-        if host_groups is None:
-            return Local(max_imbalance, quality, most_runs=most_runs)
-        return Local(max_imbalance, quality, host_size=host_groups, host_price=price, most_runs=most_runs)
-
-    def by_host(self, groups: int, inner: int) -> ByHost | None:
-        """The balancer for groups that share hosts, where documents need several hosts and it suits them."""
-        host_groups = self._hosts(groups, inner)[0]
-        balancer = None if host_groups is None else ByHost(host_groups)
-        return balancer if balancer is not None and balancer.suits(self.problem, groups) else None
-
-    def searches(self, groups: int, inner: int) -> bool:
-        """Whether the local balancer rates what groups receive alone, and not what they send."""
-        return groups <= MOST_SEARCHED and self._hosts(groups, inner)[0] is None
-
-    def _hosts(self, groups: int, inner: int) -> tuple[int | None, float]:
-        """Groups on a host, and the price of a token inside it; None and 1 where all links are alike."""
-        for link in self.hardware.links:
-            host_groups = groups if link.ranks is None else link.ranks // inner
-            if 1 < host_groups < groups:
-                return host_groups, min(1.0, self.hardware.links[-1].bandwidth / link.bandwidth)
-        return None, 1.0
+        found: dict[str, LoadBalancer] = {"local": Local(quality=self.quality)}
+        host_groups = self.hardware.groups_on_a_host(groups, inner)
+        if host_groups is not None:
+            found["local, by host"] = ByDocument(host_size=host_groups)
+        return found

@@ -5,8 +5,8 @@ of them, sorted by work per unit. A bin takes whole items from the heavy end, as
 fill it up, and then from the light end until it is full. So the longest documents meet the shortest, every bin comes
 out even, and an item is cut only where it must be:
 
-1. An item that does not fit into an empty bin fills it, from its first unit on; the next bin takes what is left. Where
-   items are folded, the bin takes a head and a tail of it, so that all bins get equally many of its units.
+1. Of an item that does not fit into an empty bin it takes a head and a tail, so that all bins get equally many of its
+   units; the next bin takes of what is left.
 2. A bin that lacks work gets a prefix of the lightest item that has enough.
 3. The last light item is cut where the bin is full.
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spanwise.layouts.compiling import compiled
+from spanwise.layouts.compiling import compiled, noticed
 from spanwise.masks.arrays import Bool, Float64, Int64
 
 # Found by trial on lognormal documents on 32 and 1,024 ranks. Items above _BIG of a bin's mean work may use the slack
@@ -60,45 +60,46 @@ class _Bin(NamedTuple):
     work: Float64
 
 
-@compiled
 def fill(
-    first: Int64, last: Int64, before: Float64, sizes: Int64, share: Float64, had: Float64, bound: float, folded: bool
+    items: Int64, before: Float64, sizes: Int64, share: Float64, had: Float64, bound: float, little: float
 ) -> Int64:
     """Assigns all units of the items to bins.
 
     Args:
-        first, last: items ``[first, last)``, not empty.
+        items: first unit and end of each, ``[n, 2]``, not empty.
         before: work before each unit, ``[num_units + 1]``.
         sizes: units of each bin; in sum those of the items.
         share: work of each bin relative to the others.
         had: work that each bin has of what was assigned before.
         bound: work that a bin may have, in its share of all work.
-        folded: whether items that no bin can hold are folded.
+        little: share of an item up to which what a fold leaves is its first units, not its middle.
 
     Returns:
         int64 ``[num_pieces, 3]``: bin, first unit and end of each piece.
     """
-    room = len(first) + _MOST_CUTS * (len(sizes) + 1)
+    work, units = before[items[:, 1]] - before[items[:, 0]], items[:, 1] - items[:, 0]
+    order, room = np.argsort(-(work / units), kind="stable"), len(items) + _MOST_CUTS * (len(sizes) + 1)
     b = _Bin(
-        np.empty(room, np.int64), np.empty(room, np.int64), np.zeros(1, np.int64), np.zeros(room, np.bool_), before,
+        np.zeros(room, np.int64), np.zeros(room, np.int64), np.array([len(items)]), np.zeros(room, np.bool_), before,
         np.zeros(room + 1, np.int64), np.zeros(room + 1), np.empty((2 * room, 3), np.int64), np.zeros(1, np.int64),
         np.empty((_MOST_CUTS, 2), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1),
     )  # fmt: skip
-    total = had.sum()
-    density = np.empty(len(first))
-    for i in range(len(first)):
-        total += before[last[i]] - before[first[i]]
-        density[i] = (before[last[i]] - before[first[i]]) / (last[i] - first[i])
-    for i in np.argsort(-density, kind="mergesort"):
-        b.start[b.size[0]], b.stop[b.size[0]] = first[i], last[i]
-        b.size[0] += 1
-    rest, rest_share, shares = total, share.sum(), share.sum()
+    b.start[: len(items)], b.stop[: len(items)] = items[order].T
+    total = float(np.cumsum(np.concatenate([had, work]))[-1])  # one by one: the same sum on every host
+    with noticed():
+        _fill_bins(b, sizes, share / share.sum(), had, total, bound, little)
+    return b.pieces[: b.given[0]]
+
+
+@compiled
+def _fill_bins(b: _Bin, sizes: Int64, share: Float64, had: Float64, total: float, bound: float, little: float) -> None:
+    rest, rest_share = total, 1.0
     for k in range(len(sizes)):
         if sizes[k] > 0:
             b.left[0], b.work[0], b.num_cuts[0] = sizes[k], had[k], 0
-            mean, target = total * share[k] / shares, rest * share[k] / rest_share
+            mean, target = total * share[k], rest * share[k] / rest_share
             goal = min(target, bound * mean)
-            goal = _take_heavy(b, k, mean, goal, bound * mean, folded)
+            goal = _take_heavy(b, k, mean, goal, bound * mean, little)
             _take_lacking(b, k, mean, goal, max(_LACK * mean, _SPARE * (bound * mean - target)))
             _take_light(b, k, goal, _LACK * mean)
             rest -= b.work[0]
@@ -106,11 +107,10 @@ def fill(
         else:
             rest -= had[k]
         rest_share -= share[k]
-    return b.pieces[: b.given[0]]
 
 
 @compiled
-def _take_heavy(b: _Bin, k: int, mean: float, goal: float, limit: float, folded: bool) -> float:
+def _take_heavy(b: _Bin, k: int, mean: float, goal: float, limit: float, little: float) -> float:
     """Takes whole items from the heavy end; returns the work that the bin is to have.
 
     Stops where the items are not heavy enough to reach the goal, and before the items that fill the bin up.
@@ -129,7 +129,7 @@ def _take_heavy(b: _Bin, k: int, mean: float, goal: float, limit: float, folded:
             b.taken[i], is_empty = True, False
         elif is_empty:
             goal = max(goal, mean + _FULL * (limit - mean))
-            if not (folded and _fold(b, k, i, goal)):
+            if not _fold(b, k, i, goal, little):
                 _cut(b, k, i, goal, _LACK * mean)
             is_empty = False
             entries = _sum_lightest(b, -1)
@@ -208,8 +208,11 @@ def _cut(b: _Bin, k: int, i: int, goal: float, slack: float) -> None:
 
 
 @compiled
-def _fold(b: _Bin, k: int, i: int, goal: float) -> bool:
-    """Takes a head and a tail with the mean work per unit of an item; False if the bin can take nothing of it."""
+def _fold(b: _Bin, k: int, i: int, goal: float, little: float) -> bool:
+    """Takes a head and a tail with the mean work per unit of an item; False if the bin can take nothing of it.
+
+    Where little would be left, takes all but the first units, as few as work permits.
+    """
     entries = _sum_lightest(b, i)
     begin, stop = b.start[i], b.stop[i]
     density = (b.before[stop] - b.before[begin]) / (stop - begin)
@@ -223,11 +226,24 @@ def _fold(b: _Bin, k: int, i: int, goal: float) -> bool:
     if low == 0:
         return False
     head = _head(b.before, begin, stop, low, low * density)
+    tail = stop - (low - head)
+    if tail - begin - head <= little * (stop - begin):
+        first, high = begin, begin + (stop - begin) // 2
+        while first < high:
+            middle = (first + high) // 2
+            work = b.work[0] + b.before[stop] - b.before[middle]
+            filled = work + _lightest(b, entries, b.left[0] - stop + middle, density)
+            if stop - middle <= b.left[0] and filled <= goal:
+                high = middle
+            else:
+                first = middle + 1
+        head, tail = 0, first
     _give(b, k, begin, begin + head)
-    _give(b, k, stop - (low - head), stop)
+    _give(b, k, tail, stop)
     b.taken[i] = True
-    b.cuts[b.num_cuts[0], 0], b.cuts[b.num_cuts[0], 1] = begin + head, stop - (low - head)
-    b.num_cuts[0] += 1
+    if begin + head < tail:
+        b.cuts[b.num_cuts[0], 0], b.cuts[b.num_cuts[0], 1] = begin + head, tail
+        b.num_cuts[0] += 1
     return True
 
 

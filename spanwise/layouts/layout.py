@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from spanwise.layouts.runs import ragged_arange
+from spanwise.layouts.runs import overlaps, ragged_arange
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_below, check_positive
 
@@ -211,28 +211,21 @@ class Layout:
         return np.column_stack([ranks, self._rows[row]])
 
     def owners_of(self, runs: Int64, row: int = 0) -> tuple[Int64, Int64, Int64]:
-        """Owners of the tokens of some runs.
-
-        Args:
-            runs: int64 ``[n, 2]``, in any order.
+        """Owners of the tokens of some runs, int64 ``[n, 2]``, in any order; none of them empty.
 
         Returns:
-            Three int64 ``[m]``, one entry for each run and piece that overlap: index of the run, rank of the piece, and
-            number of tokens in both.
+            One entry for each run and piece that overlap: index of the run and rank of the piece, int64 ``[m]``, and
+            the tokens in both, ``[m, 2]``; by run, ascending.
 
         >>> layout = Layout.from_owners([1, 0], num_ranks=2, seq_len=8, block_size=4)
         >>> layout.owners_of(np.array([[3, 6]]))
-        (array([0, 0]), array([1, 0]), array([1, 2]))
+        (array([0, 0]), array([1, 0]), array([[3, 4],
+               [4, 6]]))
         """
         pieces = self.pieces(row)
-        rank, start, stop = pieces[np.argsort(pieces[:, 1], kind="stable")].T
-        first = np.searchsorted(start, runs[:, 0], side="right") - 1
-        last = np.searchsorted(start, runs[:, 1], side="left")
-        count = np.where(runs[:, 0] < runs[:, 1], last - first, 0)
-        run = np.repeat(np.arange(len(runs)), count)
-        piece = ragged_arange(np.stack([first, first + count], axis=1))
-        tokens = np.minimum(stop[piece], runs[run, 1]) - np.maximum(start[piece], runs[run, 0])
-        return run, rank[piece], tokens
+        pieces = pieces[np.argsort(pieces[:, 1], kind="stable")]
+        run, both = overlaps(runs, pieces[:, 1:])
+        return run, pieces[np.searchsorted(pieces[:, 1], both[:, 0], side="right") - 1, 0], both
 
     def rearrange_indices(self) -> torch.Tensor:
         """Positions of rank 0's tokens, then rank 1's, …: int64 ``[batch_size, seq_len]`` on the CPU.

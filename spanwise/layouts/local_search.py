@@ -28,7 +28,7 @@ _SLACK = 1e-9  # work over the limit that rounding may leave
 
 
 class Task(NamedTuple):
-    """The constants of a search over ``num_blocks`` blocks and ``num_ranks`` ranks.
+    """The constants of a search over ``num_blocks`` blocks.
 
     Attributes:
         offsets, low, high: q block ``q`` of mask ``m`` reads the kv blocks ``low[i] … high[i] - 1`` for ``i`` in
@@ -38,11 +38,7 @@ class Task(NamedTuple):
         limit: work that a rank may have, ``[num_bounds]``.
         penalty: tokens that a unit of work over the limit costs, ``[num_bounds]``.
         left, right: the document ``[left, right)`` of each block, ``[num_blocks]``.
-        host_start, host_stop: the ranks that share a host with each rank, ``[num_ranks]``.
-        host_price: cost of a token from a rank of the same host; one from another host costs 1.
-        kind: ranks of equal kind may swap the fixed block, ``[num_ranks]``.
-        fixed: the short block; -1 if all blocks are whole.
-        busiest: whether the busiest receiver is minimised instead of the sum of all.
+        fixed: the short block, which only ranks with equally many blocks may swap; -1 if all blocks are whole.
     """
 
     offsets: Int64
@@ -54,46 +50,79 @@ class Task(NamedTuple):
     penalty: Float64
     left: Int64
     right: Int64
-    host_start: Int64
-    host_stop: Int64
-    host_price: float
-    kind: Int64
     fixed: int
-    busiest: bool
+
+
+class State(NamedTuple):
+    """A layout and what follows from it; the search changes all of them.
+
+    Attributes:
+        owner: rank of each block.
+        readers: q blocks of each rank that read each kv block, int32 ``[num_masks, num_ranks, num_blocks]``.
+        recv: tokens that each rank receives, by weight, ``[num_ranks]``.
+        work: of each rank, ``[num_bounds, num_ranks]``.
+        members: the blocks of each rank, ``[num_ranks, most]``; `held`: how many it holds, ``[num_ranks]``.
+        seat: the index of each block in its row of `members`, ``[num_blocks]``.
+    """
+
+    owner: Int64
+    readers: Int32
+    recv: Float64
+    work: Float64
+    members: Int64
+    held: Int64
+    seat: Int64
+
+
+def state_of(task: Task, owner: Int64, num_ranks: int) -> State:
+    """The state of a layout."""
+    num_masks, num_blocks = task.price.shape
+    mask, q = np.divmod(np.repeat(np.arange(num_masks * num_blocks), np.diff(task.offsets).ravel()), num_blocks)
+    readers = np.zeros((num_masks, num_ranks, num_blocks + 1), np.int32)
+    np.add.at(readers, (mask, owner[q], task.low), 1)
+    np.add.at(readers, (mask, owner[q], task.high), -1)
+    readers = np.ascontiguousarray(np.cumsum(readers, axis=2, dtype=np.int32)[:, :, :-1])
+    mask, rank, kv = np.nonzero((readers > 0) & (owner != np.arange(num_ranks)[:, None]))
+    order, held = np.argsort(owner, kind="stable"), np.bincount(owner, minlength=num_ranks)
+    seat, members = np.empty_like(owner), np.zeros((num_ranks, num_blocks // num_ranks + 1), np.int64)
+    seat[order] = np.arange(num_blocks) - np.repeat(np.cumsum(held) - held, held)
+    members[owner, seat] = np.arange(num_blocks)
+    recv = np.bincount(rank, task.price[mask, kv], num_ranks)  # one by one: the same sum on every host
+    work = np.stack([np.bincount(owner, np.diff(each), num_ranks) for each in task.total]).astype(np.float64)
+    return State(owner, readers, recv.astype(np.float64), work, members, held, seat)
 
 
 @compiled
 def anneal(
-    task: Task, owner: Int64, num_ranks: int, threshold: float, final_threshold: float, budget: int, best: Int64
+    task: Task, state: State, threshold: float, final_threshold: float, budget: int, best: Int64
 ) -> tuple[float, float]:
     """Swaps groups of blocks until the budget is spent; ``best`` becomes the best balanced layout found.
 
     Args:
-        owner: the layout at the start; afterwards the one at which the search stopped.
+        state: the layout at the start; afterwards the one at which the search stopped.
         threshold, final_threshold: tokens by which a swap may be worse, at the start and at the end.
         budget: operations, about 3 ns each.
+        best: the layout at the start.
 
     Returns:
-        The rating of ``best`` (see `_rating`) and its priced tokens summed over ranks; infinite if no layout was
+        The rating of ``best`` (see `_rated`) and the tokens that all ranks receive; infinite if no layout was
         balanced.
 
     The loop is longer than 60 lines because helpers for its hot steps made planning 1.1 to 1.9 times slower, called or
-    inlined: numba counts references to every array that it passes. Helpers run before the loop and after accepted
-    swaps only.
+    inlined: numba counts references to every array that it passes.
     """
-    busiest, left, right, kind, fixed = task.busiest, task.left, task.right, task.kind, task.fixed
-    offsets, low, high, price, near = task.offsets, task.low, task.high, task.price, task.host_price
-    total, limit, penalty, host_start, host_stop = task.total, task.limit, task.penalty, task.host_start, task.host_stop
-    num_blocks = owner.shape[0]
-    readers, recv, work = _initial_state(task, owner, num_ranks)
-    members, held, seat = _blocks_by_rank(owner, num_ranks)
-    kept, delta = recv.copy(), np.zeros(num_blocks + 1, np.int64)
-    cost, over = recv.sum(), _work_over_limits(work, limit)
-    least, least_cost = np.inf, np.inf
-    if over <= _SLACK:
-        least, least_cost = _rating(busiest, recv), cost
-        best[:] = owner
-    largest, top = recv.max(), recv.argmax()
+    left, right, fixed, offsets, low, high = task.left, task.right, task.fixed, task.offsets, task.low, task.high
+    price, total, limit, penalty = task.price, task.total, task.limit, task.penalty
+    owner, readers, recv, work = state.owner, state.readers, state.recv, state.work
+    members, held, seat = state.members, state.held, state.seat
+    num_blocks, num_ranks = len(owner), len(recv)
+    delta = np.zeros(num_blocks + 1, np.int64)
+    over = 0.0
+    for k in range(len(limit)):
+        for rank in range(num_ranks):
+            over += max(0.0, work[k, rank] / limit[k] - 1.0)
+    rating, cost, largest = _rated(recv)
+    least, least_cost = (rating, cost) if over <= _SLACK else (np.inf, np.inf)
     draw, operations = 1, 0
     while operations < budget:
         rest = 1.0 - operations / budget
@@ -103,9 +132,6 @@ def anneal(
         a = owner[x]
         draw = draw * _FACTOR % _PRIME
         bits = draw >> 4
-        if busiest and bits & 3072 == 0 and held[top] > 0:  # draw blocks of the busiest receiver more often
-            a = top
-            x = members[a, x % held[a]]
         y = -1
         if num_ranks > _MANY_RANKS and bits & 768 == 0:
             # A rank that holds blocks of a document takes another one of it, for any of its other blocks.
@@ -153,7 +179,7 @@ def anneal(
         if bits & 128:
             b_start = b_stop - size
         moves_fixed = a_start <= fixed < a_start + size or b_start <= fixed < b_start + size
-        if moves_fixed and kind[a] != kind[b]:
+        if moves_fixed and held[a] != held[b]:
             continue
         draw = draw * _FACTOR % _PRIME
         allowed = (threshold * rest * rest + final_threshold) * (draw / _PRIME)
@@ -164,132 +190,59 @@ def anneal(
             late -= max(0.0, work[k, a] - limit[k]) + max(0.0, work[k, b] - limit[k])
             more += late / limit[k]
             allowed -= penalty[k] * late
-        if busiest or largest > _LARGEST * cost / num_ranks:
+        if largest > _LARGEST * cost / num_ranks:
             cap, weight = _TOP * largest, _TOP_WEIGHT
         else:
             cap, weight = _LOPSIDED * cost / num_ranks, _LOPSIDED_WEIGHT
-        before = _price_of_host(recv, host_start[a], host_stop[a], cap, weight)
-        if host_start[a] != host_start[b]:
-            before += _price_of_host(recv, host_start[b], host_stop[b], cap, weight)
+        recv_a, recv_b = recv[a], recv[b]
+        before = recv_a + recv_b + weight * (max(0.0, recv_a - cap) + max(0.0, recv_b - cap))
         if allowed < -before:
             continue
-        for rank in range(host_start[a], host_stop[a]):
-            kept[rank] = recv[rank]
-        for rank in range(host_start[b], host_stop[b]):
-            kept[rank] = recv[rank]
         operations += _move_blocks(
-            a_start, a_start + size, a, b, owner, offsets, low, high, readers, price,
-            host_start, host_stop, near, recv, delta,
-        ) + _move_blocks(
-            b_start, b_start + size, b, a, owner, offsets, low, high, readers, price,
-            host_start, host_stop, near, recv, delta,
-        )  # fmt: skip
-        after = _price_of_host(recv, host_start[a], host_stop[a], cap, weight)
-        if host_start[a] != host_start[b]:
-            after += _price_of_host(recv, host_start[b], host_stop[b], cap, weight)
+            a_start, a_start + size, a, b, owner, offsets, low, high, readers, price, recv, delta
+        )
+        operations += _move_blocks(
+            b_start, b_start + size, b, a, owner, offsets, low, high, readers, price, recv, delta
+        )
+        after = recv[a] + recv[b] + weight * (max(0.0, recv[a] - cap) + max(0.0, recv[b] - cap))
         if after - before > allowed:
             operations += _move_blocks(
-                a_start, a_start + size, b, a, owner, offsets, low, high, readers, price,
-                host_start, host_stop, near, recv, delta,
-            ) + _move_blocks(
-                b_start, b_start + size, a, b, owner, offsets, low, high, readers, price,
-                host_start, host_stop, near, recv, delta,
-            )  # fmt: skip
-            for rank in range(host_start[a], host_stop[a]):
-                recv[rank] = kept[rank]
-            for rank in range(host_start[b], host_stop[b]):
-                recv[rank] = kept[rank]
+                a_start, a_start + size, b, a, owner, offsets, low, high, readers, price, recv, delta
+            )
+            operations += _move_blocks(
+                b_start, b_start + size, a, b, owner, offsets, low, high, readers, price, recv, delta
+            )
+            recv[a], recv[b] = recv_a, recv_b  # exactly, without rounding
             continue
-        _swap_work(a, a_start, b, b_start, size, work, total)
-        _swap_seats(a, a_start, b, b_start, size, members, seat)
+        for k in range(total.shape[0]):
+            moved = (total[k, a_start + size] - total[k, a_start]) - (total[k, b_start + size] - total[k, b_start])
+            work[k, a] -= moved
+            work[k, b] += moved
+        for i in range(size):
+            p, q = a_start + i, b_start + i
+            seat_p, seat_q = seat[p], seat[q]
+            members[a, seat_p], seat[q] = q, seat_p
+            members[b, seat_q], seat[p] = p, seat_q
         over += more
-        cost, largest, top = recv.sum(), recv.max(), recv.argmax()
-        if over <= _SLACK:
-            rating = _rating(busiest, recv)
-            if rating < least - 1e-6 or (rating < least + 1e-6 and cost < least_cost - 1e-6):
-                least, least_cost = rating, cost
-                best[:] = owner
+        rating, cost, largest = _rated(recv)
+        better = rating < least - 1e-6 or (rating < least + 1e-6 and cost < least_cost - 1e-6)
+        if better and over <= _SLACK:
+            least, least_cost = rating, cost
+            for i in range(num_blocks):  # `best[:] = owner` takes numba two seconds to compile
+                best[i] = owner[i]
     return least, least_cost
-
-
-@compiled
-def _initial_state(task: Task, owner: Int64, num_ranks: int) -> tuple[Int32, Float64, Float64]:
-    """Readers, traffic and work of a layout.
-
-    Returns:
-        The number of q blocks of each rank that read each kv block, int32 ``[num_masks, num_ranks, num_blocks]``; the
-        priced tokens that each rank receives; the work of each rank, ``[num_bounds, num_ranks]``.
-    """
-    offsets, num_blocks = task.offsets, owner.shape[0]
-    readers = np.zeros((offsets.shape[0], num_ranks, num_blocks), np.int32)
-    recv = np.zeros(num_ranks)
-    work = np.zeros((task.total.shape[0], num_ranks))
-    for q in range(num_blocks):
-        rank = owner[q]
-        for k in range(task.total.shape[0]):
-            work[k, rank] += task.total[k, q + 1] - task.total[k, q]
-        for m in range(offsets.shape[0]):
-            for i in range(offsets[m, q], offsets[m, q + 1]):
-                for kv in range(task.low[i], task.high[i]):
-                    readers[m, rank, kv] += 1
-    for m in range(offsets.shape[0]):
-        for rank in range(num_ranks):
-            for kv in range(num_blocks):
-                if readers[m, rank, kv] > 0 and owner[kv] != rank:
-                    recv[rank] += task.price[m, kv] * (
-                        task.host_price if task.host_start[rank] <= owner[kv] < task.host_stop[rank] else 1.0
-                    )
-    return readers, recv, work
-
-
-@compiled
-def _blocks_by_rank(owner: Int64, num_ranks: int) -> tuple[Int64, Int64, Int64]:
-    """The blocks of each rank, ``[num_ranks, most]``; how many it holds; and the index of each block in its row."""
-    num_blocks = owner.shape[0]
-    members = np.zeros((num_ranks, num_blocks // num_ranks + 1), np.int64)
-    held = np.zeros(num_ranks, np.int64)
-    seat = np.zeros(num_blocks, np.int64)
-    for q in range(num_blocks):
-        rank = owner[q]
-        seat[q] = held[rank]
-        members[rank, held[rank]] = q
-        held[rank] += 1
-    return members, held, seat
-
-
-@compiled
-def _work_over_limits(work: Float64, limit: Float64) -> float:
-    """Work over the limits, each in limits, summed over bounds and ranks."""
-    over = 0.0
-    for k in range(work.shape[0]):
-        for rank in range(work.shape[1]):
-            over += max(0.0, work[k, rank] / limit[k] - 1.0)
-    return over
-
-
-@compiled
-def _price_of_host(recv: Float64, start: int, stop: int, cap: float, weight: float) -> float:
-    """Tokens that the ranks of a host receive; tokens of a rank above the cap cost ``weight`` times more."""
-    price = 0.0
-    for rank in range(start, stop):
-        price += recv[rank] + weight * max(0.0, recv[rank] - cap)
-    return price
 
 
 @compiled
 def _move_blocks(
     begin: int, stop: int, giver: int, taker: int, owner: Int64, offsets: Int64, low: Int64, high: Int64,
-    readers: Int32, price: Float64, host_start: Int64, host_stop: Int64, near: float, recv: Float64, delta: Int64,
+    readers: Int32, price: Float64, recv: Float64, delta: Int64,
 ) -> int:  # fmt: skip
     """Gives the blocks ``[begin, stop)`` to another rank and updates ``owner``, ``readers`` and ``recv``.
 
     Takes single arrays, because passing them as a tuple takes longer than the work. ``delta`` is scratch, zeros before
     and after. Returns the operations that this took.
     """
-    giver_start, giver_stop = host_start[giver], host_stop[giver]
-    taker_start, taker_stop = host_start[taker], host_stop[taker]
-    one_host = giver_start == taker_start
-    apart = near if one_host else 1.0
     operations = 0
     for m in range(offsets.shape[0]):
         first, last = owner.shape[0], 0
@@ -309,63 +262,32 @@ def _move_blocks(
                 gone[kv] = left
                 before = come[kv]
                 come[kv] = before + count
-                if left == 0 or before == 0:
-                    home, tokens = owner[kv], price[m, kv]
-                    if left == 0 and home != giver:
-                        change_giver -= near * tokens if giver_start <= home < giver_stop else tokens
-                    if before == 0 and home != taker:
-                        change_taker += near * tokens if taker_start <= home < taker_stop else tokens
+                if left == 0 and owner[kv] != giver:
+                    change_giver -= price[m, kv]
+                if before == 0 and owner[kv] != taker:
+                    change_taker += price[m, kv]
         delta[last] = 0
         for kv in range(begin, stop):
             if gone[kv] > 0:
-                change_giver += price[m, kv] * apart
+                change_giver += price[m, kv]
             if come[kv] > 0:
-                change_taker -= price[m, kv] * apart
+                change_taker -= price[m, kv]
         recv[giver] += change_giver
         recv[taker] += change_taker
         operations += max(last - first, 0) + offsets[m, stop] - offsets[m, begin]
-        if not one_host:
-            # The other ranks of the two hosts read these blocks from farther away, or from nearer.
-            for rank in range(giver_start, giver_stop):
-                if rank != giver:
-                    for kv in range(begin, stop):
-                        if readers[m, rank, kv] > 0:
-                            recv[rank] += (1.0 - near) * price[m, kv]
-            for rank in range(taker_start, taker_stop):
-                if rank != taker:
-                    for kv in range(begin, stop):
-                        if readers[m, rank, kv] > 0:
-                            recv[rank] -= (1.0 - near) * price[m, kv]
-            operations += (stop - begin) * (giver_stop - giver_start - 1)
     for kv in range(begin, stop):
         owner[kv] = taker
     return operations
 
 
 @compiled
-def _swap_work(a: int, a_start: int, b: int, b_start: int, size: int, work: Float64, total: Float64) -> None:
-    """Updates the work of two ranks after a swap."""
-    for k in range(total.shape[0]):
-        moved = (total[k, a_start + size] - total[k, a_start]) - (total[k, b_start + size] - total[k, b_start])
-        work[k, a] -= moved
-        work[k, b] += moved
+def _rated(recv: Float64) -> tuple[float, float, float]:
+    """What the search minimises: tokens of all ranks, or of the busiest receiver where it has ``_LARGEST`` means.
 
-
-@compiled
-def _swap_seats(a: int, a_start: int, b: int, b_start: int, size: int, members: Int64, seat: Int64) -> None:
-    """Updates the blocks of two ranks after a swap."""
-    for i in range(size):
-        p, q = a_start + i, b_start + i
-        seat_p, seat_q = seat[p], seat[q]
-        members[a, seat_p], seat[q] = q, seat_p
-        members[b, seat_q], seat[p] = p, seat_q
-
-
-@compiled
-def _rating(busiest: bool, recv: Float64) -> float:
-    """The figure that the search minimises: priced tokens of all ranks, or of the busiest receiver times the ranks.
-
-    Where the sum is minimised, the busiest receiver counts instead if it receives more than ``_LARGEST`` means.
+    And both figures. Plain loops, because numba takes a second to compile a sum or a maximum.
     """
-    largest = len(recv) * recv.max()
-    return largest if busiest else max(recv.sum(), largest / _LARGEST)
+    cost, largest = 0.0, 0.0
+    for tokens in recv:
+        cost += tokens
+        largest = max(largest, tokens)
+    return max(cost, len(recv) * largest / _LARGEST), cost, largest

@@ -79,8 +79,3 @@ def places_in(runs: Int64, held: Int64, place: Int64) -> Int64:
     _, both = overlaps(runs, held)
     at = np.searchsorted(held[:, 0], both[:, 0], side="right") - 1
     return both + (place - held[:, 0])[at, None]
-
-
-def count_tokens(runs: Int64) -> int:
-    """Number of tokens of runs ``[n, 2]``."""
-    return int((runs[:, 1] - runs[:, 0]).sum())

@@ -1,4 +1,4 @@
-"""Exact work, needs and traffic of the ranks under a layout. Pure arrays.
+"""Exact work and needs of the ranks under a layout. Pure arrays.
 
 The ranks of the layouts here are *groups*. A group is a single rank, or the ranks that trade heads among themselves
 (Ulysses) and so read K/V as one.
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from spanwise.layouts import local_area as _local_area
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import subtract_runs
 from spanwise.masks import even_runs
-from spanwise.masks.arrays import Int64
+from spanwise.masks.arrays import Bool, Int64
 from spanwise.masks.span_mask import SpanMask
 
 Needs = list[list[Int64]]  # for each batch row and group: runs of keys, [n, 2]
@@ -32,14 +31,11 @@ def num_rows(mask: SpanMask, layout: Layout) -> int:
 
 def area(mask: SpanMask, layout: Layout, batch_size: int) -> Int64:
     """(query, key) pairs of each group, summed over batch rows; int64 ``[G]``."""
-    return _frozen(sum((row_area(mask, layout, row) for row in range(batch_size)), _zeros(layout)))
-
-
-def row_area(mask: SpanMask, layout: Layout, row: int) -> Int64:
-    """(query, key) pairs of each group in one batch row; int64 ``[G]``."""
-    work, (group, of) = _zeros(layout), _cut(mask, layout, row)
-    np.add.at(work, group, of.pairs)
-    return work
+    total = _zeros(layout)
+    for row in range(batch_size):
+        group, of = _cut(mask, layout, row)
+        np.add.at(total, group, of.pairs)
+    return _frozen(total)
 
 
 def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
@@ -49,7 +45,7 @@ def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: in
     total = _zeros(layout)
     for row in range(batch_size):
         keys = kv_layout.pieces(row_of(kv_layout, row))
-        total += _local_area.local_area(*_cut(mask, layout, row), keys, layout.num_ranks)
+        total += _pairs_inside(*_cut(mask, layout, row), keys, layout.num_ranks)
     return _frozen(total)
 
 
@@ -62,7 +58,7 @@ def pairs_over(mask: SpanMask, layout: Layout, keys: list[Int64], batch_size: in
     total, end = _zeros(layout), [[0, mask.kv_len, mask.kv_len]]
     for row in range(batch_size):
         here = np.concatenate([keys[row if len(keys) > 1 else 0], end])
-        total += _local_area.local_area(*_cut(mask, layout, row), here[np.lexsort(here.T[::-1])], layout.num_ranks)
+        total += _pairs_inside(*_cut(mask, layout, row), here[np.lexsort(here.T[::-1])], layout.num_ranks)
     return total
 
 
@@ -79,26 +75,6 @@ def needs(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) ->
     return found
 
 
-def needed_traffic(rows: Needs, kv_layout: Layout) -> Int64:
-    """Tokens of each other group that a group reads; int64 ``[G receivers, G senders]``, summed over batch rows."""
-    groups = kv_layout.num_ranks
-    traffic = np.zeros((groups, groups), dtype=np.int64)
-    receiver, sender, tokens = needed_pairs(rows, kv_layout)
-    np.add.at(traffic, (receiver, sender), tokens)
-    return _frozen(traffic)
-
-
-def needed_pairs(rows: Needs, kv_layout: Layout) -> tuple[Int64, Int64, Int64]:
-    """Receiver, sender and tokens of everything that groups read of others, int64 ``[n]``; pairs may come again."""
-    found = []
-    for row, read in enumerate(rows):
-        receiver = np.repeat(np.arange(kv_layout.num_ranks), [len(runs) for runs in read])
-        run, sender, tokens = kv_layout.owners_of(np.concatenate(read), row_of(kv_layout, row))
-        found.append((receiver[run], sender, tokens))
-    receiver, sender, tokens = (np.concatenate(each) for each in zip(*found, strict=True))
-    return receiver, sender, tokens
-
-
 def _cut(mask: SpanMask, layout: Layout, row: int) -> tuple[Int64, even_runs.EvenRuns]:
     """The group and the rows of each even run of a batch row, cut where groups change."""
     pieces = layout.pieces(row_of(layout, row))
@@ -113,3 +89,68 @@ def _zeros(layout: Layout) -> Int64:
 def _frozen(array: Int64) -> Int64:
     array.setflags(write=False)
     return array
+
+
+def _pairs_inside(group: Int64, of: even_runs.EvenRuns, keys: Int64, num_groups: int) -> Int64:
+    """(query, key) pairs of each group over the keys that it holds, int64 ``[G]``.
+
+    A row of group r reads ``F_r(end) - F_r(start)`` keys that r holds, where ``F_r(x)`` is the number of r's tokens
+    before ``x``. Over a stretch, whose ends stay the same or grow by one a row, the sum of F has a closed form, because
+    F is piecewise linear. So the time grows with the number of documents and runs, not of rows.
+
+    Args:
+        group: of the rows of each stretch, int64 ``[n]``.
+        of: even runs whose rows lie on one group each.
+        keys: int64 ``[m, 3]``: group, first key and end of each run of keys, sorted by group, then key.
+    """
+    count = _TokensBefore(keys, num_groups, int(keys[:, 2].max(initial=0)))
+    rows = of.stop - of.first
+    area = np.zeros(num_groups, dtype=np.int64)
+    np.add.at(area, group, count.summed(group, of.end, of.end_step, rows))
+    np.subtract.at(area, group, count.summed(group, of.start, of.start_step, rows))
+    return area
+
+
+class _TokensBefore:
+    """``F_r(x)``, and its sum over ``x`` of an interval, for all ranks."""
+
+    def __init__(self, keys: Int64, num_ranks: int, kv_len: int) -> None:
+        # An empty run at 0 for every rank, so that each position has a run at or before it.
+        runs = np.concatenate([np.stack([np.arange(num_ranks), *np.zeros((2, num_ranks), np.int64)], axis=1), keys])
+        runs = runs[np.lexsort((runs[:, 2], runs[:, 1], runs[:, 0]))]
+        self.rank, self.first, stop = runs.T
+        self.length = stop - self.first
+        self.num_ranks, self.stride = num_ranks, kv_len + 2
+        self.key = self.rank * self.stride + self.first
+        opens = np.concatenate([[True], self.rank[1:] != self.rank[:-1]])
+        self.before = _restarted_cumsum(self.length, opens)
+        # The sum of F over the positions from this run's first to the next run's.
+        gap = np.where(np.append(opens[1:], True), 0, np.append(self.first[1:], 0) - self.first)
+        self.total = _restarted_cumsum(self.before * gap + _triangle(gap, self.length), opens)
+
+    def summed(self, rank: Int64, edge: Int64, step: Int64, rows: Int64) -> Int64:
+        """The sum of F over `rows` positions from `edge` on, which are equal or ascend by one; int64 ``[n]``."""
+        grown = self._sum_below(rank, edge + step * rows) - self._sum_below(rank, edge)
+        return np.where(step > 0, grown, rows * self._at(rank, edge))
+
+    def _at(self, rank: Int64, x: Int64) -> Int64:
+        run = np.searchsorted(self.key, rank * self.stride + x, side="right") - 1
+        return self.before[run] + np.minimum(x - self.first[run], self.length[run])
+
+    def _sum_below(self, rank: Int64, x: Int64) -> Int64:
+        """The sum of F over ``[0, x)``."""
+        run = np.searchsorted(self.key, rank * self.stride + x, side="right") - 1
+        steps = x - self.first[run]
+        return self.total[run] + self.before[run] * steps + _triangle(steps, self.length[run])
+
+
+def _triangle(steps: Int64, length: Int64) -> Int64:
+    """The sum of ``min(u, length)`` over ``u`` in ``[0, steps)``."""
+    inside = np.minimum(steps, length)
+    return inside * (inside - 1) // 2 + (steps - inside) * length
+
+
+def _restarted_cumsum(values: Int64, opens: Bool) -> Int64:
+    """Sum of the values before each one, restarted where ``opens`` is true."""
+    before = np.cumsum(values) - values
+    return before - np.repeat(before[opens], np.diff(np.append(np.flatnonzero(opens), len(values))))

@@ -10,11 +10,9 @@ from spanwise.planning.candidate import Candidate
 from spanwise.planning.plan import Plan
 
 _TOLERANCE = 0.05  # predictions are not more exact
+_AS_FAST = 1.002  # of searched layouts within this of the fastest the one that receives least
 _SAVED = 0.7  # skip a baseline if a plan as fast receives at most this share of its tokens
 _EXPOSED = 0.5  # an exchange that takes more than this share of a balanced forward's compute bounds the step
-# An exchange waits for a rank with more than this multiple of the mean tokens; the share of them that is a gain,
-# and the mean tokens that this may cost.
-_WAITS, _LESS_WAITING, _MORE_BYTES = 1.5, 0.8, 1.1
 # Shape that "auto" assumes where the caller gives none: Llama 3 8B's attention, four query heads a K/V head.
 _NOMINAL_KV_HEADS, _NOMINAL_DIM = 8, 128
 
@@ -42,22 +40,6 @@ def exchange_bound(plans: list[Plan]) -> bool:
     return bool(seconds["exchange_forward"] > _EXPOSED * balanced)
 
 
-def waits_less(plan: Plan, than: Plan) -> bool:
-    """Whether an exchange takes far less time where nothing hides it, for hardly more bytes.
-
-    It takes as long as the rank that receives or sends most.
-    """
-    (mean, busiest), (usual, slowest) = (_tokens(each) for each in (plan, than))
-    return mean <= _MORE_BYTES * usual and max(mean, busiest / _WAITS) < _LESS_WAITING * max(usual, slowest / _WAITS)
-
-
-def _tokens(plan: Plan) -> tuple[float, float]:
-    """K/V tokens that ranks need of others, all masks by weight: the mean, and what the busiest receives or sends."""
-    pairs = np.sum([weight * plan.needed_traffic(name) for name, weight in plan.weights.items()], axis=0)
-    received, sent = pairs.sum(axis=1), pairs.sum(axis=0)
-    return float(received.mean()), float(max(received.max(), sent.max()))
-
-
 def fastest(plans: list[Plan]) -> Plan:
     """The simplest plan within the tolerance of the fastest, with the reason; `plans` are sorted, simplest first."""
     candidates = [_priced(plan) for plan in plans]
@@ -67,8 +49,17 @@ def fastest(plans: list[Plan]) -> Plan:
     limit = min(candidates[i].recv_mean for i in fast) / _SAVED
     simple = (i for i in fast if not plans[i].kv_exchange.everything or candidates[i].recv_mean < limit)
     chosen = next(simple, fast[0])
+    if (kind := _kind(plans[chosen])) is not None:  # none of these layouts is simpler than another
+        alike = [i for i in fast if _kind(plans[i]) == kind]
+        limit = min(seconds[i] for i in alike) * _AS_FAST
+        chosen = min((i for i in alike if seconds[i] <= limit), key=lambda i: candidates[i].recv_mean)
     reason = _reason(plans, seconds, chosen)
     return plans[chosen].replace(reason=reason, candidates=tuple(candidates))
+
+
+def _kind(plan: Plan) -> tuple[str, int, bool] | None:
+    """What searched layouts of equally simple plans share; None of a layout by rule."""
+    return (plan.exchange, plan.stages, plan.relayout) if "local" in plan.balancer else None
 
 
 def _reason(plans: list[Plan], seconds: list[float], chosen: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from spanwise import hardware as rates
 from spanwise.layouts.assignment import Assigner
 from spanwise.layouts.by_document import ByDocument
+from spanwise.layouts.local import MOST_SEARCHED, Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
@@ -26,10 +27,8 @@ from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES
 
 # Simplest first. Where everything travels anyway, locality gains nothing, and longest-first balances best.
-_BALANCERS = ("contiguous", "head_tail")  # and local
+_BALANCERS = ("contiguous", "head_tail")  # and those of `Assigner.local`
 _BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
-_BALANCE = 1.02  # bound of the imbalance where documents are spread without a search, as `Local` has it
-_ROUNDING = 0.005  # documents are cut between tokens
 # Bound of the imbalance to try where a step waits for the exchange; docs/decisions.md, "Two exceptions".
 _LOOSE = 2.0
 # Runs a rank to try where recurrent layers exchange a map for each: few, and about as many as head_tail has.
@@ -86,8 +85,8 @@ def make_plan(
             query and 8 K/V heads of 128 (more, where ranks cannot share these); `Plan.reason` mentions it.
         dtype: K/V dtype, a ``torch.dtype`` or its name.
         hardware: rates with which "auto" and :meth:`Plan.predict` compute seconds. If it has hosts, as
-            :data:`spanwise.H100` has, the "local" search prefers traffic inside them. Default: that one, hosts of 8;
-            ``spanwise.H100.with_host_size(4)`` for others.
+            :data:`spanwise.H100` has, "local" also tries a layout in which few rows enter a host. Default:
+            that one, hosts of 8; ``spanwise.H100.with_host_size(4)`` for others.
         memory_budget: bytes that a rank may hold for exchanges: `Plan.saved_bytes` of all layers (by `weights`), plus
             the rest of `Plan.resident_bytes` of one layer. "auto" leaves out plans that exceed it.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one such array per batch row; needed by
@@ -99,14 +98,14 @@ def make_plan(
             in each layout, "local" layouts of few runs a rank, and moves to a contiguous layout and back for these
             layers (`Plan.relayout`, with any balancer).
 
-    "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local, whose search knows what
-    ranks receive; documents spread so that few rows enter a host, if some need several hosts, for hierarchical; also
-    documents spread without a search where some rank sends far more. Where the caller asks for all_gather, lpt instead
-    of local, because locality gains nothing there. Exchanges: all_gather; needed in 1, 2 or 4
-    chunks; hierarchical, if the ranks are on several hosts of `hardware`; Ulysses, if the number of heads is given and
-    divides; under a `memory_budget` the ring, which is never the fastest. The simplest within 5 % of the fastest is
-    taken; `Plan.candidates` and `Plan.reason` show the comparison. `torch.compile` makes one graph for each exchange
-    and number of chunks: name `exchange` and `stages` where plans change from batch to batch.
+    "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail, local, and documents spread without
+    a search. "local" is a search up to 32 ranks, else documents spread over ranks; where there are hosts, or over hosts
+    and their ranks, whichever is faster. Where the caller asks for all_gather, lpt instead of local, because locality
+    gains nothing there. Exchanges: all_gather; needed in 1, 2 or 4 chunks; hierarchical, if the ranks are on several
+    hosts of `hardware`; Ulysses, if the number of heads is given and divides; under a `memory_budget` the ring, which
+    is never the fastest. The simplest within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` show the
+    comparison. `torch.compile` makes one graph for each exchange and number of chunks: name `exchange` and `stages`
+    where plans change from batch to batch.
 
     Raises:
         ValueError: masks that differ in length or batch size, unknown names, bad numbers, heads that Ulysses cannot
@@ -126,10 +125,12 @@ def make_plan(
     problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing, request.hardware, quality)
     ways = _Ways(problem, request)
     if balancer == "auto":
-        plans, last = ways.auto()
+        plans = ways.auto()
+    elif balancer == "local" and problem.square and request.levels[0] > 1:
+        plans = ways.local()
     else:
-        plans, last = ways.variants(balancer), []
-    plans += ways.traded("contiguous" if balancer == "auto" else balancer, plans[0].balancer) + last
+        plans = ways.variants(balancer)
+    plans += ways.traded("contiguous" if balancer == "auto" else balancer, plans[0].balancer)
     plans = recurrent.variants(plans)
     if memory_budget is not None:
         plans = choice.within_budget(plans, int(memory_budget))
@@ -143,43 +144,31 @@ class _Ways:
     problem: Assigner
     request: requests.Request
 
-    def auto(self) -> tuple[list[Plan], list[Plan]]:
-        """Plans that "auto" compares, simplest first; and some that it takes only where none of these is as fast."""
+    def auto(self) -> list[Plan]:
+        """Plans that "auto" compares, simplest first."""
         problem, exchange = self.problem, self.request.exchange
-        outer, inner = self.request.levels
+        outer, _ = self.request.levels
         if outer == 1 or not problem.square:
-            return self.variants("contiguous"), []
+            return self.variants("contiguous")
         if exchange is not None and exchange.everything:
-            return [plan for name in _BALANCERS_BASELINE for plan in self.variants(name)], []
-        plans, last = [plan for name in _BALANCERS for plan in self.variants(name)], []
+            return [plan for name in _BALANCERS_BASELINE for plan in self.variants(name)]
+        plans = [plan for name in _BALANCERS for plan in self.variants(name)]
         if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
             bound = choice.exchange_bound(plans)
-            local = self.variants("local")
-            plans += local
+            plans += self.local()
+            if outer <= MOST_SEARCHED:  # the search knows what ranks receive, not what they send
+                plans += self.variants(ByDocument(), "local, by document")
             if bound:  # less balance may pay off
-                loose = problem.local(outer, inner, "fast", _LOOSE)
-                plans += self.variants(loose, f"local, imbalance to {_LOOSE:g}")
-            plans += self.by_host()
-            if problem.searches(outer, inner) and local[-1].kv_exchange.exact:
-                other = [x for x in self.variants(ByDocument(_BALANCE), "local, by document") if x.kv_exchange.exact]
-                last = other if choice.waits_less(other[0], local[-1]) else []
+                plans += self.variants(Local(_LOOSE, "fast"), f"local, imbalance to {_LOOSE:g}")
         if self.request.recurrences:
             for most in _MOST_RUNS:
-                few = problem.local(outer, inner, problem.quality, most_runs=most)
-                plans += self.variants(few, f"local, {most} runs a rank")
-        return plans, last
+                plans += self.variants(Local(quality=problem.quality, most_runs=most), f"local, {most} runs a rank")
+        return plans
 
-    def by_host(self) -> list[Plan]:
-        """Documents spread so that few rows enter a host, for an exchange in which each enters once."""
-        exchanges = [exchange for exchange in self.request.exchanges() if exchange.by_host]
-        balancer = self.problem.by_host(*self.request.levels) if exchanges else None
-        if balancer is None:
-            return []
-        plan = self._assigned(balancer, "local, by host", *self.request.levels)
-        work = choice.weighted_work(plan)
-        if work.max() > (balancer.max_imbalance + _ROUNDING) * work.mean():
-            return []
-        return [plan.replace(kv_exchange=each, keep_kv=self.request.keeps_kv(each)) for each in exchanges]
+    def local(self) -> list[Plan]:
+        """Plans of the layouts with little traffic; which is best is a question of price."""
+        balancers = self.problem.local(*self.request.levels)
+        return [plan for label, balancer in balancers.items() for plan in self.variants(balancer, label)]
 
     def variants(self, balancer: str | LoadBalancer, label: str = "") -> list[Plan]:
         """The layout of a balancer with each exchange and number of chunks, simplest first."""

@@ -56,4 +56,4 @@ def _entering(plan: PlanData, mask: str, host: Int64) -> int:
 
     held = by_host(plan.kv_layout)
     rows = traffic.needs(plan.mask(mask), by_host(plan.layout), held, plan.batch_size)
-    return int(traffic.needed_traffic(rows, held).sum())
+    return int(sum((runs[:, 1] - runs[:, 0]).sum() for row in rows for runs in row))

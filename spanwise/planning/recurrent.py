@@ -137,7 +137,7 @@ def _moved(before: Layout, after: Layout) -> Int64:
     table = np.zeros((before.num_ranks, before.num_ranks), dtype=np.int64)
     for row in range(before.batch_size):
         pieces = after.pieces(row if after.batch_size > 1 else 0)
-        piece, sender, tokens = before.owners_of(pieces[:, 1:], row)
-        np.add.at(table, (pieces[piece, 0], sender), tokens)
+        piece, sender, both = before.owners_of(pieces[:, 1:], row)
+        np.add.at(table, (pieces[piece, 0], sender), both[:, 1] - both[:, 0])
     np.fill_diagonal(table, 0)
     return table

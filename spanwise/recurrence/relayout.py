@@ -179,6 +179,6 @@ def _others(held: Layout, other: Layout, rank: int, rows: int) -> Int64:
     """The rank that holds each token of `rank` in the `other` layout, batch row by batch row; int64 ``[R]``."""
     found = []
     for row in range(rows):
-        _, owner, tokens = other.owners_of(held.runs(rank, row), row)
-        found.append(np.repeat(owner, tokens))
+        _, owner, both = other.owners_of(held.runs(rank, row), row)
+        found.append(np.repeat(owner, both[:, 1] - both[:, 0]))
     return np.concatenate(found)

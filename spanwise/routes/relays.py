@@ -100,10 +100,8 @@ def _pieces(needs: list[Int64], layout: Layout, row: int, places: int) -> _Piece
     reads = np.stack([np.searchsorted(each, left, side="right") % 2 == 1 for each in of_place], axis=1)
     some = reads.any(axis=1)
     host, start = np.divmod(left[some], length)
-    run, owner, count = layout.owners_of(np.column_stack([start, start + (right - left)[some]]), row)
-    before = np.cumsum(count) - count
-    start = start[run] + before - before[np.searchsorted(run, run)]
-    return _Pieces(host[run], owner, start, count, reads[some][run])
+    run, owner, both = layout.owners_of(np.column_stack([start, start + (right - left)[some]]), row)
+    return _Pieces(host[run], owner, both[:, 0], both[:, 1] - both[:, 0], reads[some][run])
 
 
 def _relayed(pieces: _Pieces, load: Int64) -> tuple[_Pieces, Int64]:

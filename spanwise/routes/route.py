@@ -224,10 +224,8 @@ def from_owners(needs: Needs, layout: Layout) -> Int64:
 
 def _cut_by_owner(layout: Layout, row: int, receiver: Int64, runs: Int64) -> Int64:
     """Moves of runs ``[n, 2]`` to their receivers ``[n]``, each from the group that holds the keys."""
-    run, owner, tokens = layout.owners_of(runs, row_of(layout, row))
-    before = np.cumsum(tokens) - tokens
-    start = runs[run, 0] + before - before[np.searchsorted(run, run)]
-    return np.column_stack([np.full(len(run), row), receiver[run], owner, start, start + tokens])
+    run, owner, both = layout.owners_of(runs, row_of(layout, row))
+    return np.column_stack([np.full(len(run), row), receiver[run], owner, both])
 
 
 def gathers(step: Step) -> bool:

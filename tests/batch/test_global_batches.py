@@ -298,7 +298,7 @@ def test_unequal_tokens_are_taken_where_they_shorten_the_step() -> None:
     tokens = batch.plan.layout.tokens_per_rank
     assert 15_000 < tokens.max() <= 18_750 and equal.plan.layout.tokens_per_rank.max() < 12_700
     one, other = (one_plan(x.plan, flops).seconds for x in (equal, batch))
-    assert other < 0.95 * one and batch.plan.balancer == "Spread"
+    assert other < 0.96 * one and batch.plan.balancer == "Spread"
     assert batch.plan.recv_tokens().sum() < 0.5 * equal.plan.recv_tokens().sum()
     assert "predicted with unequal tokens" in batch.plan.reason
     (batch,) = GlobalBatches([1024] * 8, 8, 1024, max_tokens_per_rank=2048, linear_flops=flops, **given)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import pickle
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -13,12 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.plan import document_offsets
-from spanwise import make_plan
-from spanwise.layouts import block_reads, by_document
+from spanwise import H100, make_plan
 from spanwise.layouts.assignment import assign_layout, resolve
 from spanwise.layouts.balancers import LPT
-from spanwise.layouts.layout import Layout
-from spanwise.layouts.local import Local
+from spanwise.layouts.local import Local, block_reads
 from spanwise.layouts.problem import LayoutProblem
 from spanwise.masks.span_mask import SpanMask
 
@@ -29,18 +30,20 @@ def busiest(owner, problem, num_ranks):
     return np.array([np.bincount(o, w, num_ranks).max() for o, w in zip(np.atleast_2d(owner), work, strict=True)])
 
 
-def assert_rules(owner, problem, num_ranks):
+def owners(layout, problem):
+    """Owner of each block, ``[batch, num_blocks]``."""
+    token = np.arange(problem.num_blocks) * problem.block_size
+    runs = np.column_stack([token, token + 1])
+    return np.stack([layout.owners_of(runs, row)[1] for row in range(layout.batch_size)])
+
+
+def assert_rules(layout, problem, num_ranks):
     """Equal tokens; equal shards in every batch row; balanced within the bound, or as well as LPT balances."""
     bound = 1.02 if problem.num_blocks >= 32 * num_ranks else 1.03
     mean = np.broadcast_to(problem.block_area.sum(axis=1), problem.batch_size) / num_ranks
     lpt = busiest(LPT().assign(problem, num_ranks), problem, num_ranks)
     limit = np.maximum(bound * mean, lpt) * (1 + 1e-9)
-    if isinstance(owner, Layout):
-        assert np.ptp(owner.tokens_per_rank) <= 1
-        assert (by_document.busiest(owner, problem)[:, 0] <= 1.005 * limit).all()
-        return
-    owner = np.atleast_2d(owner)
-    assert owner.shape == (problem.batch_size, problem.num_blocks)
+    owner = owners(layout, problem)
     few, left_over = divmod(problem.num_blocks, num_ranks)
     for row in owner:
         counts = np.bincount(row, minlength=num_ranks)
@@ -88,17 +91,13 @@ def problems(draw):
 @given(
     problem=problems(),
     num_ranks=st.integers(1, 9),
-    objective=st.sampled_from(["mean", "busiest"]),
-    host_size=st.sampled_from([None, 1, 2, 3, 4, 20]),
-    host_price=st.sampled_from([0, 0.1, 1]),
 )
-def test_any_masks_any_shape(problem, num_ranks, objective, host_size, host_price):
-    balancer = Local(quality="fast", objective=objective, host_size=host_size, host_price=host_price)
-    owner = balancer.assign(problem, num_ranks)
-    assert_rules(owner, problem, num_ranks)
-    again = balancer.assign(problem, num_ranks)
-    assert owner == again if isinstance(owner, Layout) else np.array_equal(owner, again)
-    assert assign_layout(balancer, problem, num_ranks).tokens_per_rank.sum() == problem.seq_len
+def test_any_masks_any_shape(problem, num_ranks):
+    balancer = Local(quality="fast")
+    layout = balancer.assign(problem, num_ranks)
+    assert_rules(layout, problem, num_ranks)
+    assert layout == balancer.assign(problem, num_ranks) == assign_layout(balancer, problem, num_ranks)
+    assert layout.tokens_per_rank.sum() == problem.seq_len
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -106,7 +105,7 @@ def test_block_reads_cover_exactly_the_block_table(seed):
     rng = np.random.default_rng(seed)
     edges = np.sort(rng.integers(0, 101, (6, 100)), axis=0)
     wanted = [SpanMask(edges[::2], edges[1::2], 100), SpanMask.documents([0, 37, 60, 100])]
-    offsets, low, high = block_reads.block_reads(wanted, 7)
+    offsets, low, high = block_reads(wanted, 7)
     for m, mask in enumerate(wanted):
         table = np.zeros((15, 15), dtype=bool)
         for q in range(15):
@@ -122,13 +121,19 @@ def planned(num_ranks, seed, balancer=None):
     )
 
 
-# Contiguous layouts receive 2,206 to 5,214 tokens with an imbalance of 1.8 to 4.5; LPT receives 23,000 to 34,000.
-KNOWN = [(8, 0, 5_500), (8, 1, 4_650), (8, 2, 10_000), (64, 0, 8_950), (64, 1, 6_960), (64, 2, 13_850)]
+# Mean received, largest sent. Contiguous layouts receive 2,206 to 5,214 tokens with an imbalance of 1.8 to 4.5; LPT
+# receives 23,000 to 34,000. A search on 64 ranks finds 8,950, 6,960 and 13,850, but one rank then sends 29,000 to
+# 76,000, and the predicted step is 1.6 to 2.6 times as long.
+KNOWN = [
+    (8, 0, 5_500, 40_000), (8, 1, 4_650, 20_000), (8, 2, 10_000, 60_000), (64, 0, 11_600, 16_800),
+    (64, 1, 9_650, 16_000), (64, 2, 16_600, 25_500),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_ranks", "seed", "most"), KNOWN)
-def test_traffic_of_packed_documents(num_ranks, seed, most):
+@pytest.mark.parametrize(("num_ranks", "seed", "most", "most_sent"), KNOWN)
+def test_traffic_of_packed_documents(num_ranks, seed, most, most_sent):
     plan = planned(num_ranks, seed)
+    assert plan.traffic().sum(axis=0).max() <= most_sent
     received = plan.recv_tokens()
     assert plan.imbalance() <= (1.02 if num_ranks == 8 else 1.03)
     assert received.mean() <= most
@@ -151,15 +156,6 @@ def test_fast_is_a_short_search(num_ranks):
         best, fast = planned(num_ranks, seed), planned(num_ranks, seed, Local(quality="fast"))
         assert fast.imbalance() <= (1.02 if num_ranks == 8 else 1.03)
         assert fast.recv_tokens().mean() <= 1.3 * best.recv_tokens().mean()
-
-
-@pytest.mark.parametrize(("num_ranks", "gain"), [(8, 0.9), (64, 0.92)])
-def test_the_busiest_rank_receives_less_if_that_is_the_objective(num_ranks, gain):
-    mean, busiest = (
-        sum(planned(num_ranks, seed, Local(objective=o)).recv_tokens().max() for seed in range(8))
-        for o in ("mean", "busiest")
-    )
-    assert busiest <= gain * mean
 
 
 def million_tokens():
@@ -232,28 +228,27 @@ def test_hardly_any_traffic_may_be_lopsided():
     assert plan.recv_tokens().sum() == plan.recv_tokens().max() == 128
 
 
-def across_hosts(plan, host_size):
-    """K/V tokens that ranks receive from ranks of other hosts, together."""
-    traffic = plan.traffic()
-    host = np.arange(plan.num_ranks) // host_size
-    return int(traffic[host[:, None] != host].sum())
-
-
-@pytest.mark.parametrize(("num_ranks", "host_size", "share"), [(8, 4, 0.7), (64, 8, 1.0)])
+@pytest.mark.parametrize(("num_ranks", "host_size", "share"), [(8, 4, 0.75), (64, 8, 1.0)])
 def test_hosts_exchange_less_than_a_flat_search_lets_them(num_ranks, host_size, share):
+    hardware = H100.with_host_size(host_size)
+
+    def given(mask):
+        return make_plan(mask, num_ranks, balancer="local", exchange="hierarchical", hardware=hardware)
+
+    def across_hosts(plan):
+        return plan.host_traffic(host_size=host_size).once
+
     flat, hosts = 0, 0
     for seed in range(3):
-        two_level = planned(num_ranks, seed, Local(host_size=host_size))
-        assert two_level.imbalance() <= (1.02 if num_ranks == 8 else 1.03)
-        flat += across_hosts(planned(num_ranks, seed), host_size)
-        hosts += across_hosts(two_level, host_size)
+        two_level = given(SpanMask.documents(document_offsets(131_072, seed)))
+        assert two_level.imbalance() <= 1.03
+        flat += across_hosts(planned(num_ranks, seed))
+        hosts += across_hosts(two_level)
     assert hosts <= share * flat
     for mask in (SpanMask.sliding_window(131_072, 4_096), SpanMask.causal(131_072)):
-        flat, hosts = (
-            across_hosts(make_plan(mask, num_ranks, balancer=b, exchange="needed"), host_size)
-            for b in (Local(), Local(host_size=host_size))
+        assert across_hosts(given(mask)) <= across_hosts(
+            make_plan(mask, num_ranks, balancer=Local(), exchange="needed")
         )
-        assert hosts <= flat
 
 
 def test_each_of_several_masks_is_balanced():
@@ -286,11 +281,11 @@ def test_the_layout_serves_the_mask_with_the_weight():
 def test_batch_rows_get_layouts_of_their_own():
     rows = [SpanMask.documents([0, 500, 2000]), SpanMask.documents([0, 1500, 1600, 2000])]
     problem = LayoutProblem({"default": SpanMask.stack(rows)}, block_size=32)
-    owner = Local().assign(problem, 4)
-    assert_rules(owner, problem, 4)
-    for row, mask in zip(owner, rows, strict=True):
-        alone = Local().assign(LayoutProblem({"default": mask}, block_size=32), 4)[0]
-        np.testing.assert_array_equal(row, alone)
+    layout = Local().assign(problem, 4)
+    assert_rules(layout, problem, 4)
+    for row, mask in enumerate(rows):
+        alone = Local().assign(LayoutProblem({"default": mask}, block_size=32), 4)
+        np.testing.assert_array_equal(layout.pieces(row), alone.pieces())
 
 
 def test_resolved_by_name_and_pickled():
@@ -303,12 +298,22 @@ def test_resolved_by_name_and_pickled():
         {"max_imbalance": 0.9},
         {"max_imbalance": math.nan},
         {"quality": "good"},
-        {"objective": "least"},
-        {"host_size": 0},
-        {"host_price": 1.5},
-        {"host_price": math.nan},
+        {"most_runs": 0},
     ],
 )
 def test_bad_arguments(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Local(**bad)
+
+
+@pytest.mark.slow
+def test_the_first_search_of_an_installation_says_that_it_compiles(tmp_path):
+    code = "import spanwise; spanwise.make_plan(spanwise.SpanMask.documents([0, 300, 2048]), 4)"
+    given = {
+        "env": os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        "capture_output": True,
+        "text": True,
+        "check": True,
+    }
+    first, second = (subprocess.run([sys.executable, "-c", code], **given).stderr for _ in range(2))
+    assert first.count("compiling the search of layouts, once") == 1 and "compiling" not in second

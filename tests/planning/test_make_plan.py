@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.plan import document_offsets
 from spanwise import H100, Hardware, Link, SpanMask, make_plan
-from spanwise.layouts.local import Local
+from spanwise.layouts.assignment import Assigner
+from spanwise.layouts.by_document import ByDocument
 from tests.scripts import forked
 
 LLAMA = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -43,7 +44,11 @@ def test_auto_takes_the_simplest_within_five_percent(mask: SpanMask, hardware: H
     plan = make_plan(mask, 8, hardware=hardware, **SHAPE)
     assert chosen(plan).seconds["total"] <= 1.05 * best(plan)
     within = [c for c in plan.candidates if c.seconds["total"] <= 1.05 * best(plan)]
-    for c in within[: within.index(chosen(plan))]:  # only an all_gather may have been passed over
+    alike = [c for c in within if "local" in c.balancer and (c.exchange, c.stages) == (plan.exchange, plan.stages)]
+    if "local" not in plan.balancer:
+        alike = [chosen(plan)]
+    assert chosen(plan).seconds["total"] <= 1.002 * min(c.seconds["total"] for c in alike)
+    for c in within[: within.index(alike[0])]:  # only an all_gather may have been passed over
         assert c.exchange == "all_gather" and min(x.recv_mean for x in within) <= 0.7 * c.recv_mean
     assert plan.predict() == pytest.approx(chosen(plan).seconds)
     assert chosen(plan).recv_max == plan.recv_tokens().max() and chosen(plan).imbalance == plan.imbalance()
@@ -73,7 +78,9 @@ def test_packed_documents_over_a_slow_link() -> None:
 def test_packed_documents_joined_by_nvlink_are_balanced_and_local(num_ranks: int, bound: float, seed: int) -> None:
     plan = make_plan(SpanMask.documents(document_offsets(131_072, seed)), num_ranks, hardware=FLAT)
     assert (plan.balancer, plan.exchange) == ("local", "needed") and plan.imbalance() <= bound + 1e-9
-    most = {8: (7_300, 6_300, 12_500), 64: (9_600, 7_700, 14_000)}[num_ranks][seed]
+    most = {8: (7_300, 6_300, 12_500), 64: (11_600, 9_750, 16_600)}[num_ranks][
+        seed
+    ]  # 64: for the least that a rank sends
     assert plan.recv_tokens().mean() <= most and "times as fast as" in plan.reason
     assert plan.recv_tokens().max() <= 2.5 * plan.recv_tokens().mean()
 
@@ -151,15 +158,11 @@ def test_what_is_given_is_kept() -> None:
         make_plan(DOCUMENTS, 4, quality="quick")
 
 
-def test_local_prefers_traffic_inside_hosts_where_the_hardware_has_hosts() -> None:
-    def across(plan) -> int:
-        host = np.arange(16) // 4
-        return int(plan.traffic()[host[:, None] != host].sum())
-
+def test_local_lets_few_rows_enter_a_host_where_the_hardware_has_hosts() -> None:
     hosts = dataclasses.replace(H100, links=(dataclasses.replace(H100.links[0], ranks=4), H100.links[1]))
     flat = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed", hardware=FLAT)
-    inside = make_plan(DOCUMENTS, 16, balancer="local", exchange="needed", hardware=hosts)
-    assert across(inside) < across(flat) and inside.imbalance() <= 1.031
+    inside = make_plan(DOCUMENTS, 16, balancer="local", exchange="hierarchical", hardware=hosts)
+    assert inside.host_traffic(host_size=4).once < flat.host_traffic(host_size=4).once and inside.imbalance() <= 1.031
     alike = make_plan(DOCUMENTS, 4, balancer="local", exchange="needed", hardware=hosts)
     assert alike.layout == make_plan(DOCUMENTS, 4, balancer="local", exchange="needed").layout  # all on one host
 
@@ -171,21 +174,19 @@ def test_local_prefers_traffic_inside_hosts_where_the_hardware_has_hosts() -> No
         ((8, 2), "needed", (2,), None),  # a group is a host: whatever travels leaves it
         ((4, 4), "needed", (2,), None),  # and here it is two
         ((8, 2), "needed", (2, 8), 4),  # but racks hold four groups
-        ((4, 3), "needed", (8,), 2),  # two whole groups fit
+        ((4, 3), "needed", (8,), None),  # the host's edge lies inside a group
         ((2, 2), "needed", (4,), None),  # all on one host
-        (16, "ulysses", (4,), 4),  # one group: dealt out to its ranks
     ],
     ids=str,
 )
-def test_the_search_over_groups_knows_how_many_of_them_a_host_holds(ranks, exchange, host, host_groups) -> None:
+def test_layouts_by_host_know_how_many_groups_a_host_holds(ranks, exchange, host, host_groups) -> None:
     near = [dataclasses.replace(H100.links[0], ranks=size, bandwidth=4e11 / 4**i) for i, size in enumerate(host)]
     hardware = dataclasses.replace(H100, links=(*near, Link(2e10, 0.0)))
+    assigner = Assigner({"default": DOCUMENTS}, None, 128, None, None, hardware, "best")
+    found = assigner.local(*ranks).get("local, by host")
+    assert found == (None if host_groups is None else ByDocument(host_size=host_groups))
     plan = make_plan(DOCUMENTS, ranks, balancer="local", exchange=exchange, hardware=hardware, num_q_heads=48)
-    outer = ranks[0] if isinstance(ranks, tuple) else ranks
-    search = Local(host_size=host_groups, host_price=0.2 if len(host) > 1 else 0.05)
-    assert (plan.groups if outer == plan.num_groups else plan.layout) == make_plan(
-        DOCUMENTS, outer, balancer=search, exchange="needed", hardware=FLAT
-    ).layout
+    assert {c.balancer for c in plan.candidates} == {"local"} | ({"local, by host"} if found else set())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8])
@@ -285,6 +286,3 @@ def test_documents_are_spread_evenly_where_a_searched_layout_waits_for_its_busie
     assert plan.predict()["total"] < 0.95 * min(others)
     sent, sent_by_local = (x.needed_traffic().sum(axis=0).max() for x in (plan, local))
     assert sent <= 0.6 * sent_by_local and plan.recv_tokens().mean() <= 1.1 * local.recv_tokens().mean()
-    even = SpanMask.documents(np.arange(0, 2**15 + 1, 2**11))
-    for other in (make_plan(even, 16, hardware=slow, **shape), make_plan(mask, 16, hardware=H100, **shape)):
-        assert all(c.balancer != plan.balancer for c in other.candidates)

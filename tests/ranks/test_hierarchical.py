@@ -12,7 +12,7 @@ import spanwise
 from spanwise import SpanMask
 from spanwise.attention import failure
 from spanwise.attention.kernels.reference import Reference
-from spanwise.layouts.by_host import ByHost
+from spanwise.layouts.by_document import ByDocument
 from tests.oracle import make_problem, relative_error
 from tests.pairs import covering
 from tests.ranks.gloo import GlooPool
@@ -44,7 +44,7 @@ def test_matches_one_device(ranks: Any, host_size: int, name: str, keep_kv: bool
 def test_documents_spread_by_host_match_one_device(ranks: int, host_size: int) -> None:
     mask = SpanMask.documents(np.cumsum([0, 61, 7, 20, 1, 13, *[3] * 20]))  # the first needs several hosts
     problem = make_problem(mask.dense(), heads=(4, 2), dims=(8, 6), dtype=torch.float64)
-    plan = plan_of(mask, ranks, host_size, balancer=ByHost(host_size), block_size=1)
+    plan = plan_of(mask, ranks, host_size, balancer=ByDocument(1.05, host_size), block_size=1)
     assert len(plan.route().padded) == 2 and plan.host_traffic().once > 0
     check(problem, plan, run(problem, plan, "reference"), 1e-10)
 
