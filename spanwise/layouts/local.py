@@ -77,8 +77,8 @@ class Local:
     def assign(self, problem: LayoutProblem, num_ranks: int) -> Layout:
         """The layout; the same on every host."""
         if self.most_runs is not None:
-            stretch = max(-(-problem.seq_len // (num_ranks * self.most_runs)), problem.block_size)
-            problem = dataclasses.replace(problem, block_size=stretch)
+            run = max(-(-problem.seq_len // (num_ranks * self.most_runs)), problem.block_size)
+            problem = dataclasses.replace(problem, block_size=run)
         elif num_ranks > MOST_SEARCHED:
             return ByDocument(self.max_imbalance or _BOUND).assign(problem, num_ranks)
         alone = [LayoutProblem({name: problem.masks[name]}, block_size=problem.block_size) for name in problem.masks]

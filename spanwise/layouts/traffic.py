@@ -95,11 +95,11 @@ def _pairs_inside(group: Int64, of: even_runs.EvenRuns, keys: Int64, num_groups:
     """(query, key) pairs of each group over the keys that it holds, int64 ``[G]``.
 
     A row of group r reads ``F_r(end) - F_r(start)`` keys that r holds, where ``F_r(x)`` is the number of r's tokens
-    before ``x``. Over a stretch, whose ends stay the same or grow by one a row, the sum of F has a closed form, because
+    before ``x``. Over an even run, whose ends stay the same or grow by one a row, the sum of F has a closed form, because
     F is piecewise linear. So the time grows with the number of documents and runs, not of rows.
 
     Args:
-        group: of the rows of each stretch, int64 ``[n]``.
+        group: of the rows of each even run, int64 ``[n]``.
         of: even runs whose rows lie on one group each.
         keys: int64 ``[m, 3]``: group, first key and end of each run of keys, sorted by group, then key.
     """
