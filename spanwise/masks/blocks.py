@@ -48,22 +48,15 @@ def _cut_at_blocks(mask: SpanArrays, row: int, block_size: int) -> tuple[Int64, 
     return cut(mask.even_runs(row), np.column_stack([edges[:-1], edges[1:]]))
 
 
-def block_runs(mask: SpanArrays, row: int, block_size: int) -> Int64:
-    """Runs of key blocks that each query block of a batch row reads, int64 ``[n, 3]``: query block, start, stop."""
-    stride = num_blocks(mask.kv_len, block_size) + 1
-    q_block, of = _cut_at_blocks(mask, row, block_size)
-    line = q_block * stride
-    runs = merge_runs(line + of.start // block_size, line - (-of.last_end // block_size))
-    q_block = runs[:, :1] // stride
-    return np.column_stack([q_block, runs - q_block * stride])
-
-
 def block_counts(mask: SpanArrays, block_size: int) -> Int64:
     """Non-empty key blocks of each query block, int64 ``[batch, num_q_blocks]``."""
+    stride = num_blocks(mask.kv_len, block_size) + 1
     counts = np.zeros((mask.batch_size, num_blocks(mask.q_len, block_size)), np.int64)
     for row, found in enumerate(counts):
-        q_block, start, stop = block_runs(mask, row, block_size).T
-        np.add.at(found, q_block, stop - start)
+        q_block, of = _cut_at_blocks(mask, row, block_size)
+        line = q_block * stride
+        runs = merge_runs(line + of.start // block_size, line - (-of.last_end // block_size))
+        np.add.at(found, runs[:, 0] // stride, runs[:, 1] - runs[:, 0])
     return counts
 
 
