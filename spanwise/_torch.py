@@ -210,6 +210,9 @@ def register_pytree_dataclass(cls: type, *, static: tuple[str, ...] = ()) -> typ
 tree_map = _pytree.tree_map
 tree_leaves = _pytree.tree_leaves
 
+# Real tensors and real operators inside, though the caller traces, fakes or selects what to save.
+without_modes = torch.utils._python_dispatch._disable_current_modes
+
 
 def mark_dynamic(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Tell torch.compile that ``x.shape[dim]`` varies from call to call, so that its first graph fits every size.
@@ -284,15 +287,6 @@ def has_processes(group: dist.ProcessGroup) -> bool:
 def host_group(store: dist.Store, name: str, rank: int, num_ranks: int, timeout: timedelta) -> Any:
     """gloo connections between ranks that find each other through ``store``, unknown to torch. A collective."""
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, num_ranks, timeout)
-
-
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """Real tensors and real operators inside, though the caller traces, fakes or selects what to save."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        yield
 
 
 def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,7 +95,7 @@ def _pairs_inside(group: Int64, of: even_runs.EvenRuns, keys: Int64, num_groups:
     """(query, key) pairs of each group over the keys that it holds, int64 ``[G]``.
 
     A row of group r reads ``F_r(end) - F_r(start)`` keys that r holds, where ``F_r(x)`` is the number of r's tokens
-    before ``x``. Over an even run, whose ends stay the same or grow by one a row, the sum of F has a closed form, because
+    before ``x``. Over an even run, whose ends stay or grow by one a row, the sum of F has a closed form, because
     F is piecewise linear. So the time grows with the number of documents and runs, not of rows.
 
     Args:

@@ -42,28 +42,21 @@ def num_blocks(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
 
-def _parts(mask: SpanArrays, row: int, block_size: int) -> tuple[Int64, EvenRuns]:
-    """The parts of a batch row's even runs in each query block, with the number of the block."""
+def _cut_at_blocks(mask: SpanArrays, row: int, block_size: int) -> tuple[Int64, EvenRuns]:
+    """A batch row's even runs, cut at the edges of query blocks, each with its query block."""
     edges = np.minimum(np.arange(num_blocks(mask.q_len, block_size) + 1) * block_size, mask.q_len)
     return cut(mask.even_runs(row), np.column_stack([edges[:-1], edges[1:]]))
 
 
-def block_runs(mask: SpanArrays, row: int, block_size: int) -> Int64:
-    """Runs of key blocks that each query block of a batch row reads, int64 ``[n, 3]``: query block, start, stop."""
-    stride = num_blocks(mask.kv_len, block_size) + 1
-    q_block, of = _parts(mask, row, block_size)
-    line = q_block * stride
-    runs = merge_runs(line + of.start // block_size, line - (-of.last_end // block_size))
-    q_block = runs[:, :1] // stride
-    return np.column_stack([q_block, runs - q_block * stride])
-
-
 def block_counts(mask: SpanArrays, block_size: int) -> Int64:
     """Non-empty key blocks of each query block, int64 ``[batch, num_q_blocks]``."""
+    stride = num_blocks(mask.kv_len, block_size) + 1
     counts = np.zeros((mask.batch_size, num_blocks(mask.q_len, block_size)), np.int64)
     for row, found in enumerate(counts):
-        q_block, start, stop = block_runs(mask, row, block_size).T
-        np.add.at(found, q_block, stop - start)
+        q_block, of = _cut_at_blocks(mask, row, block_size)
+        line = q_block * stride
+        runs = merge_runs(line + of.start // block_size, line - (-of.last_end // block_size))
+        np.add.at(found, runs[:, 0] // stride, runs[:, 1] - runs[:, 0])
     return counts
 
 
@@ -73,10 +66,10 @@ def block_table(mask: SpanArrays, block_size: int) -> Int8:
     table = np.empty((mask.batch_size, q_blocks, kv_blocks), np.int8)
     height = np.minimum(mask.q_len - np.arange(q_blocks) * block_size, block_size)[:, None]
     for b in range(mask.batch_size):
-        q_block, of = _parts(mask, b, block_size)
+        q_block, of = _cut_at_blocks(mask, b, block_size)
         rows = of.stop - of.first
         touched = _rows_of_tiles(q_block, of.start // block_size, -(-of.last_end // block_size), rows, table[b].shape)
-        # Whole blocks that all rows of a part read. In each row at most one span reads a tile, so that their rows add
+        # Whole blocks that all rows of a run read. In each row at most one span reads a tile, so that their rows add
         # up to the tile's where it is full. The short last block is whole where its existing keys are read.
         low = -(-(of.start + of.start_step * (rows - 1)) // block_size)
         high = of.end // block_size + ((of.end == mask.kv_len) & (mask.kv_len % block_size > 0))
@@ -86,7 +79,7 @@ def block_table(mask: SpanArrays, block_size: int) -> Int8:
 
 
 def _rows_of_tiles(q_block: Int64, low: Int64, high: Int64, rows: Int64, shape: tuple[int, ...]) -> Int32:
-    """For each tile the sum of the rows of parts whose key blocks ``[low, high)`` hold it."""
+    """For each tile the sum of the rows of runs whose key blocks ``[low, high)`` hold it."""
     line, stride = np.zeros(shape[0] * (shape[1] + 1) + 1, np.int32), shape[1] + 1
     np.add.at(line, q_block * stride + low, rows)
     np.subtract.at(line, q_block * stride + high, rows)

@@ -44,24 +44,18 @@ def valid_runs(attention_mask: Any) -> tuple[Int64, Int64, int]:
 
 def common(several: Sequence[Offsets | None]) -> Offsets | None:
     """The offsets of masks that are used together: those that all have, else None."""
-    if not several or any(one is None for one in several):
+    known = [one for one in several if one is not None]
+    if not known or len(known) < len(several):
         return None
-    most = max((one for one in several if one is not None), key=len)
-    for one in several:
-        assert one is not None
-        if not all(np.array_equal(one[row % len(one)], cu) for row, cu in enumerate(most)):
-            return None
-    return most
+    most = max(known, key=len)
+    alike = all(np.array_equal(one[row % len(one)], cu) for one in known for row, cu in enumerate(most))
+    return most if alike else None
 
 
 def stacked(rows: Sequence[tuple[Offsets | None, int]]) -> Offsets | None:
     """Offsets of the batch rows of several masks, from those of each and its batch size; None if one has none."""
-    found: list[Int64] = []
-    for offsets, batch in rows:
-        if offsets is None:
-            return None
-        found += [offsets[row % len(offsets)] for row in range(batch)]
-    return tuple(found)
+    found = [offsets[row % len(offsets)] for offsets, batch in rows if offsets is not None for row in range(batch)]
+    return tuple(found) if all(offsets is not None for offsets, _ in rows) else None
 
 
 def _rows(array: np.ndarray, name: str, remedy: str) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch
 from torch.library import CustomOpDef
 
 from spanwise.recurrence import chunkwise, tokenwise
-from spanwise.recurrence.slabs import Inputs, passed, slabs, wide
+from spanwise.recurrence.slabs import Inputs, slabs, wide
 
 Tensor = torch.Tensor
 
@@ -80,8 +80,12 @@ def opened(
             if dense:
                 form.put(reads, slab.tokens, found[..., values:])
             else:
-                earlier = passed(slab.sizes, of.since.select(form.TOKENS, -1), decay[first:stop])
-                form.put(reads, slab.tokens, scale * of.q * (earlier.unsqueeze(form.TOKENS) * of.since))
+                earlier, total = [], decay[first:stop]  # the decay before each chunk, and through all of them so far
+                for size, each in zip(slab.sizes, of.since.select(form.TOKENS, -1).split(slab.sizes), strict=True):
+                    earlier.append(total[:size].clone())
+                    total[:size] *= each
+                before = torch.cat(earlier).unsqueeze(form.TOKENS)
+                form.put(reads, slab.tokens, scale * of.q * (before * of.since))
     a, b = state[..., values:] if dense else decay, state[..., :values]
     maps = _restored(torch.cat([a.flatten(1), b.flatten(1)], dim=1), order)
     return out[:-1].clone(), reads[:-1].clone(), maps

@@ -92,12 +92,3 @@ def write(out: Tensor, tokens: Tensor, found: Tensor) -> None:
     if found.shape[2] != out.shape[1]:
         found = found.unflatten(2, (out.shape[1], -1)).sum(3)
     out.index_copy_(0, tokens.flatten(), found.flatten(0, 1).to(out.dtype))
-
-
-def passed(sizes: list[int], decay: Tensor, total: Tensor) -> Tensor:
-    """The decay before each chunk of a slab; `total` ``[P, H, d]`` passes through all of them."""
-    before = []
-    for size, each in zip(sizes, decay.split(sizes), strict=True):
-        before.append(total[:size].clone())
-        total[:size] *= each
-    return torch.cat(before)
