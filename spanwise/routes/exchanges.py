@@ -49,9 +49,8 @@ def needed(problem: RouteProblem) -> Steps:
     begin, total = np.cumsum(length) - length, np.add.reduceat(length, first)
     parts = -(-np.arange(1, count + 1) * -(-total // block)[:, None] // count) * block
     ends = (begin[first][:, None] + np.minimum(parts, total[:, None])).ravel()
-    edges = np.sort(
-        np.concatenate([begin, ends]), kind="stable"
-    )  # both ascend: 1,024 ranks a tenth of np.unique's time
+    # Both ascend, so that a stable sort merges them: a tenth of np.unique's time for 1,024 ranks.
+    edges = np.sort(np.concatenate([begin, ends]), kind="stable")
     edges = edges[np.append(True, np.diff(edges) > 0)]
     left = edges[:-1]
     move = np.searchsorted(begin, left, side="right") - 1
