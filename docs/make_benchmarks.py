@@ -286,41 +286,6 @@ def planning() -> str:
     return table(header, body)
 
 
-def fuzz() -> str:
-    found = load("fuzz")
-    groups = {"mask": "masks", "ranks": "ranks", "exchange": "exchanges", "balancer": "balancers", "kernel": "kernels",
-              "option": "options"}  # fmt: skip
-    body = [
-        [name, "; ".join(f"{kind} {count:,}" for kind, count in found["counts"][group].items())]
-        for group, name in groups.items()
-    ]
-    failed = len(found["failures"])
-    text = (
-        f"`{found['command']}`: {found['cases']:,} cases, {failed} failed. {found['refused']:,} calls were wrong on "
-        f"purpose, and refused on every rank."
-    )
-    if "again" in found:
-        text += f" {found['again']}."
-    return f"{text}\n\n{table(['kind', 'cases'], body)}"
-
-
-def fuzz_errors() -> str:
-    found = load("fuzz")
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    body = [
-        [dtype, f"{found['tolerances'][dtype]:g}", *(f"{errors[name]:.1e}" for name in names)]
-        for dtype, errors in found["worst_errors"].items()
-    ]
-    return table(["dtype", "tolerance", *names], body)
-
-
-def fuzz_mutants() -> str:
-    found = load("fuzz-mutants")
-    body = [[row["defect"], f"{row['after']:,}" if row["after"] else "not found"] for row in found["mutants"]]
-    text = f"{found['found']} of {len(body)} planted defects are found within {found['cases']} cases."
-    return f"{text}\n\n{table(['defect', 'found by case'], body)}"
-
-
 def versions() -> str:
     results = [load(path.stem) for path in sorted(RESULTS.glob("*.json"))]
     made = {found.get("torch") or found.get("machine", {}).get("torch") for found in results} - {None}
@@ -490,9 +455,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plan scale": plan_scale,
     "hosts": hosts,
     "by host": by_host,
-    "fuzz": fuzz,
-    "fuzz errors": fuzz_errors,
-    "fuzz mutants": fuzz_mutants,
 }
 
 

@@ -1,4 +1,4 @@
-"""The commands of the command line: verify, fuzz, plan, calibrate, and overlap."""
+"""The commands of the command line: verify, plan, calibrate, and overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import typer
 
 from spanwise.cli.calibrate import CalibrateOptions, calibrate
 from spanwise.cli.command import command
-from spanwise.cli.fuzz.command import FuzzOptions, fuzz
 from spanwise.cli.overlap import OverlapOptions, overlap
 from spanwise.cli.plan import PlanOptions, plan
 from spanwise.cli.verify import VerifyConfig, verify
@@ -19,7 +18,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("verify")(command(VerifyConfig, verify))
-app.command("fuzz")(command(FuzzOptions, fuzz))
 app.command("plan")(command(PlanOptions, plan))
 app.command("calibrate")(command(CalibrateOptions, calibrate, torchrun=True))
 app.command("overlap")(command(OverlapOptions, overlap))
