@@ -1,37 +1,43 @@
-"""Context parallelism for PyTorch, planned from the attention mask."""
+"""Context parallelism for PyTorch, planned from the attention mask.
+
+A name is imported when it is first used: `import spanwise` and `spanwise --help` import no torch.
+"""
 
 import importlib as _importlib
+import importlib.util as _importlib_util
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
-from spanwise.attention.compare import compare_calls
-from spanwise.attention.context_parallel import ContextParallel
-from spanwise.attention.failure import ExchangeError, MismatchError, exchange_errors
-from spanwise.attention.packed import packed_attention
-from spanwise.attention.rank_plan import RankPlan
-from spanwise.attention.verify import VerifyReport, verify
-from spanwise.batch.datasets import GlobalBatchDataset, GlobalBatchStream
-from spanwise.batch.document_order import DocumentOrder
-from spanwise.batch.global_batch import GlobalBatch
-from spanwise.batch.global_batches import GlobalBatches
-from spanwise.batch.linear_loss import linear_cross_entropy
-from spanwise.batch.loss import cross_entropy
-from spanwise.batch.sharding import roll, shard, shard_batch, unshard
-from spanwise.batch.token_scores import token_logprobs
-from spanwise.batch.trees import TreeEdges, shard_edges, unshard_edges
-from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
-from spanwise.layouts.layout import Layout
-from spanwise.layouts.packing import Packing
-from spanwise.layouts.problem import LayoutProblem, LoadBalancer
-from spanwise.layouts.ptrr import ptrr_schedule
-from spanwise.layouts.sequence_tree import SequenceTree, tree_from_sequences
-from spanwise.layouts.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
-from spanwise.layouts.token_tree import TokenTree
-from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.make_plan import make_plan
-from spanwise.planning.plan import Plan
-from spanwise.planning.recurrence import Recurrence
-from spanwise.recurrence.relayout import RelayoutRoute, relayout, relayout_route
+if _TYPE_CHECKING:
+    from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
+    from spanwise.attention.compare import compare_calls
+    from spanwise.attention.context_parallel import ContextParallel
+    from spanwise.attention.failure import ExchangeError, MismatchError, exchange_errors
+    from spanwise.attention.packed import packed_attention
+    from spanwise.attention.rank_plan import RankPlan
+    from spanwise.attention.verify import VerifyReport, verify
+    from spanwise.batch.datasets import GlobalBatchDataset, GlobalBatchStream
+    from spanwise.batch.document_order import DocumentOrder
+    from spanwise.batch.global_batch import GlobalBatch
+    from spanwise.batch.global_batches import GlobalBatches
+    from spanwise.batch.linear_loss import linear_cross_entropy
+    from spanwise.batch.loss import cross_entropy
+    from spanwise.batch.sharding import roll, shard, shard_batch, unshard
+    from spanwise.batch.token_scores import token_logprobs
+    from spanwise.batch.trees import TreeEdges, shard_edges, unshard_edges
+    from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
+    from spanwise.layouts.layout import Layout
+    from spanwise.layouts.packing import Packing
+    from spanwise.layouts.problem import LayoutProblem, LoadBalancer
+    from spanwise.layouts.ptrr import ptrr_schedule
+    from spanwise.layouts.sequence_tree import SequenceTree, tree_from_sequences
+    from spanwise.layouts.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
+    from spanwise.layouts.token_tree import TokenTree
+    from spanwise.masks.span_mask import SpanMask
+    from spanwise.planning.make_plan import make_plan
+    from spanwise.planning.plan import Plan
+    from spanwise.planning.recurrence import Recurrence
+    from spanwise.recurrence.relayout import RelayoutRoute, relayout, relayout_route
 
 __all__ = [
     "Aux",
@@ -86,8 +92,51 @@ __all__ = [
     "verify",
 ]
 
+#: Modules of the public names.
+_HOMES = {
+    "attention.attention": "Aux AuxRequest context_parallel_attention",
+    "attention.context_parallel": "ContextParallel",
+    "attention.compare": "compare_calls",
+    "attention.failure": "ExchangeError MismatchError exchange_errors",
+    "attention.packed": "packed_attention",
+    "attention.rank_plan": "RankPlan",
+    "attention.verify": "VerifyReport verify",
+    "batch.datasets": "GlobalBatchDataset GlobalBatchStream",
+    "batch.document_order": "DocumentOrder",
+    "batch.global_batch": "GlobalBatch",
+    "batch.global_batches": "GlobalBatches",
+    "batch.linear_loss": "linear_cross_entropy",
+    "batch.loss": "cross_entropy",
+    "batch.sharding": "roll shard shard_batch unshard",
+    "batch.token_scores": "token_logprobs",
+    "batch.trees": "TreeEdges shard_edges unshard_edges",
+    "hardware": "B200 CPU_HOST H100 H200 Hardware Link",
+    "layouts.layout": "Layout",
+    "layouts.packing": "Packing",
+    "layouts.problem": "LayoutProblem LoadBalancer",
+    "layouts.ptrr": "ptrr_schedule",
+    "layouts.sequence_tree": "SequenceTree tree_from_sequences",
+    "layouts.thd_order": "contiguous_to_dualchunk_order_thd dualchunk_to_contiguous_order_thd",
+    "layouts.token_tree": "TokenTree",
+    "masks.span_mask": "SpanMask",
+    "planning.make_plan": "make_plan",
+    "planning.plan": "Plan",
+    "planning.recurrence": "Recurrence",
+    "recurrence.relayout": "RelayoutRoute relayout relayout_route",
+    "integrations.transformers": "hf",
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
 
 def __getattr__(name: str) -> _Any:
-    if name == "hf":  # imports transformers
-        return _importlib.import_module("spanwise.integrations.transformers")
+    if name in _MODULE_OF:
+        module = _importlib.import_module(f"spanwise.{_MODULE_OF[name]}")
+        value = globals()[name] = module if name == "hf" else getattr(module, name)
+        return value
+    if not name.startswith("_") and _importlib_util.find_spec(f"spanwise.{name}"):
+        return _importlib.import_module(f"spanwise.{name}")  # a folder, such as spanwise.overlap
     raise AttributeError(f"module 'spanwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

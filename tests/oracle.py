@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,18 +23,132 @@ class Problem(NamedTuple):
     dv: torch.Tensor
 
 
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: str | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, lse, weights and scores under ``visible``, bool ``[1 or B, T, K]``. Rows without a key: 0 and −inf."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * torch.einsum("bhtd,bhkd->bhtk", q, k)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    b, h, t, n = scores.shape
+    seen = visible[:, None].expand(b, h, t, n)
+    scores = torch.where(seen, scores + score_bias(bias, (b, h, t, n)), -math.inf)
+    columns = scores
+    if sinks is not None:
+        columns = torch.cat([scores, sinks.reshape(1, len(sinks), 1, -1).expand(b, h, t, -1)], -1)
+    some = (columns > -math.inf).any(-1)
+    lse = torch.where(some, torch.logsumexp(torch.where(some[..., None], columns, 0.0), -1), -math.inf)
+    weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - torch.where(some, lse, 0.0)[..., None]), 0.0)
+    return torch.einsum("bhtk,bhkd->bhtd", weights, v), lse, weights, scores
+
+
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention under a bool mask ``[B, Tq, Tk]``; out and lse. Rows without a key: 0 and −inf."""
-    group = q.shape[1] // k.shape[1]
+    return _attention(q, k, v, visible, scale)[:2]
+
+
+class Inputs(NamedTuple):
+    """Whole tensors of one attention problem, in the dtype of the call.
+
+    Attributes:
+        q, k, v: ``[B, H, T, D]``, ``[B, Hkv, K, D]``, ``[B, Hkv, K, Dv]``.
+        grad_out: cotangent of the output, ``[B, H, T, Dv]``.
+        grad_lse: cotangent of the lse, ``[B, H, T]``.
+        sinks: ``[H]``, ``[H, n]`` or None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+class Expected(NamedTuple):
+    """Results in float64 by name: out, lse, dq, dk, dv, dsinks, max_logit; and the largest sum of the absolute values
+    of the terms that each of them is made of: a rounding error is relative to that."""
+
+    values: dict[str, torch.Tensor]
+    sizes: dict[str, float]
+
+
+def score_bias(kind: str | None, shape: tuple[int, int, int, int]) -> torch.Tensor | float:
+    """What the score_mod of that kind adds to the scores of ``(batch, heads, queries, keys)``."""
+    if kind is None:
+        return 0.0
+    b, h, i, j = (torch.arange(n, dtype=torch.float64) for n in shape)
+    slopes = 0.3 / (h + 1)
+    if kind == "batch":
+        slopes = slopes * (1 + b[:, None])
+    return slopes[..., None, None] * (j - i[:, None]) / 8 + 0.01 * i[:, None]
+
+
+def expected(inputs: Inputs, visible: torch.Tensor, options: dict[str, Any]) -> Expected:
+    """Attention under ``visible``, bool ``[1 or B, T, K]``; options: scale, softcap, bias.
+
+    A row without a key has output 0, no gradient, and an lse of −inf or of its sink.
+    """
+    leaves = [x.double().clone().requires_grad_() for x in inputs[:3]]
+    sinks = None if inputs.sinks is None else inputs.sinks.double().clone().requires_grad_()
+    out, lse, weights, scores = _attention(*leaves, visible, sinks=sinks, **options)
+    some = lse > -math.inf
+    grad_lse = torch.where(some, inputs.grad_lse.double(), 0.0)
+    torch.autograd.backward([out, torch.where(some, lse, 0.0)], [inputs.grad_out.double(), grad_lse])
+    values = {"out": out, "lse": lse, "dq": leaves[0].grad, "dk": leaves[1].grad, "dv": leaves[2].grad}
+    heads = inputs.q.shape[1]
+    values["max_logit"] = scores.amax(dim=(0, 2, 3)) if scores.shape[3] else torch.full((heads,), -math.inf)
+    if sinks is not None:
+        values["dsinks"] = sinks.grad
+    with torch.no_grad():
+        found = {name: torch.zeros_like(inputs.q) if x is None else x.detach() for name, x in values.items()}
+        scale = 1 / math.sqrt(inputs.q.shape[-1]) if options["scale"] is None else options["scale"]
+        sizes = _sizes(inputs, weights, scores, lse, grad_lse, abs(scale), heads // inputs.k.shape[1])
+    return Expected(found, sizes)
+
+
+def _sizes(
+    inputs: Inputs,
+    weights: torch.Tensor,
+    scores: torch.Tensor,
+    lse: torch.Tensor,
+    grad_lse: torch.Tensor,
+    scale: float,
+    group: int,
+) -> dict[str, float]:
+    """Each formula of the forward and the backward with absolute values of all its terms; the largest entry."""
+    q, k, v, grad_out = (x.double().abs() for x in inputs[:4])
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    some = visible.any(-1).unsqueeze(1)
-    weights = torch.exp(scores - torch.where(some, lse, torch.zeros_like(lse)).unsqueeze(-1))
-    return weights @ v, lse
+    grad_weights = torch.einsum("bhtd,bhkd->bhtk", grad_out, v)
+    delta = (weights * grad_weights).sum(-1) + grad_lse.abs()
+    grad_scores = weights * (grad_weights + delta[..., None])
+
+    def shared(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (-1, group)).sum(2)
+
+    sums = {
+        "out": torch.einsum("bhtk,bhkd->bhtd", weights, v),
+        "lse": 1 + torch.where(lse > -math.inf, lse.abs(), 0.0),
+        "dq": scale * torch.einsum("bhtk,bhkd->bhtd", grad_scores, k),
+        "dk": scale * shared(torch.einsum("bhtk,bhtd->bhkd", grad_scores, q)),
+        "dv": shared(torch.einsum("bhtk,bhtd->bhkd", weights, grad_out)),
+        "max_logit": 1 + torch.where(scores > -math.inf, scores.abs(), 0.0),
+    }
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.double().reshape(1, len(inputs.sinks), 1, -1)
+        sums["dsinks"] = (torch.exp(sinks - lse[..., None]) * delta[..., None]).sum((0, 2))
+    return {name: float(x.max()) if x.numel() else 0.0 for name, x in sums.items()}
 
 
 def make_problem(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Collection
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -129,3 +133,22 @@ def test_files_and_functions_are_short() -> None:
                 if (node.end_lineno or 0) - first.lineno >= 60:
                     functions.add(f"{path.relative_to(PACKAGE)}::{node.name}")
     assert functions == set(LONG_FUNCTIONS)
+
+
+def test_public_names_are_imported_when_used() -> None:
+    import spanwise
+
+    names = set(spanwise.__all__)
+    assert names | {"hf"} == set(spanwise._MODULE_OF) and names <= set(dir(spanwise))
+    assert all(getattr(spanwise, name) is not None for name in names) and spanwise.overlap.optimize
+    typed = {alias.name for node in ast.walk(tree(PACKAGE / "__init__.py")) if isinstance(node, ast.ImportFrom)
+             for alias in node.names if node.module != "typing"}  # fmt: skip
+    assert typed == names
+    with pytest.raises(AttributeError, match="module 'spanwise' has no attribute 'nothing'"):
+        spanwise.nothing  # noqa: B018
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys, spanwise.__main__ as m\ntry: m.app(['--help'])\nfinally:\n    print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.endswith("False\n") and "calibrate" in done.stdout, done

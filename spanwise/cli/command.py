@@ -19,6 +19,9 @@ import typer
 
 from spanwise.cli.ranks import RankFailure, torchrun_size
 
+#: Balancers that `make_plan` takes by name, but "auto".
+BALANCERS = ("contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local")
+
 
 def command(
     config: type, run: Callable[..., int | None], *, torchrun: bool = False, leave_out: Collection[str] = ()
@@ -92,6 +95,11 @@ def _build(config: type, given: dict[str, Any]) -> Any:
             if kind == tuple[str, ...]:
                 values[field.name] = (*(given[name] or ()), *(given.get(f"more_{name}") or ()))
     return config(**values)
+
+
+def choices(*values: str) -> dict[str, str]:
+    """Metadata of a field whose help shows the values that it takes."""
+    return {"metavar": f"{{{', '.join(values)}}}"}
 
 
 def _option_name(field: dataclasses.Field[Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spanwise.cli.command import command_line
+from spanwise.cli.command import BALANCERS, choices, command_line
 from spanwise.cli.hardware import load_hardware
 from spanwise.cli.output import check_writable, json_text, write_text
 from spanwise.cli.report import plan_text
@@ -26,6 +26,7 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.grids import Grid, compare_grids
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
+from spanwise.routes.exchanges import EXCHANGES
 
 #: Most ranks: reports hold tables of ranks × ranks, and draw one.
 RANKS_LIMIT = 1024
@@ -65,8 +66,8 @@ class PlanOptions:
         inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
         memory_budget: most that a rank may hold for exchanges, all layers; brings in the ring.
         hardware: preset h100, h200, b200 or cpu, or a file that calibrate wrote.
-        balancer: as `make_plan` takes it.
-        exchange: as `make_plan` takes it.
+        balancer: how blocks are assigned to ranks.
+        exchange: how K/V travel.
         block_size: tokens that are assigned together.
         compare_ranks: also compare sizes of the cp axis, and recommend one.
         global_batch: also compare the plan over all --ranks with fixed dp × cp grids, where each replica has other
@@ -96,8 +97,8 @@ class PlanOptions:
     inner: int = 1
     memory_budget: int | None = dataclasses.field(default=None, metadata={"metavar": "BYTES"})
     hardware: str = "h100"
-    balancer: str = "auto"
-    exchange: str = "auto"
+    balancer: str = dataclasses.field(default="auto", metadata=choices("auto", *BALANCERS))
+    exchange: str = dataclasses.field(default="auto", metadata=choices("auto", *EXCHANGES))
     block_size: int = 128
     compare_ranks: str | None = dataclasses.field(default=None, metadata={"metavar": "2,4,8,…"})
     global_batch: bool = dataclasses.field(default=False, metadata={"flag": "global"})

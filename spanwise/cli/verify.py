@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import spanwise
 from spanwise import SpanMask
+from spanwise.cli.command import BALANCERS, choices
 from spanwise.cli.ranks import run_ranks
+from spanwise.routes.exchanges import EXCHANGES
 
 #: Most tokens: every rank computes the dense float64 reference, and leaks are followed over a dense mask.
 LIMIT = 4096
@@ -56,14 +58,13 @@ class VerifyConfig:
     Attributes:
         ranks: local processes to start.
         seq_len: tokens; any number.
-        mask: one of documents, causal, full, sliding_window, prefix_lm, shared_prefix and block_causal, of sizes that
-            follow from --seq-len.
+        mask: kind of mask; its sizes follow from --seq-len.
         num_heads: query heads.
         num_kv_heads: heads of K and V.
         head_dim: width of a head.
-        dtype: of weights and inputs: float32 or float64.
-        balancer: as `make_plan` takes it.
-        exchange: as `make_plan` takes it.
+        dtype: of weights and inputs.
+        balancer: how blocks are assigned to ranks.
+        exchange: how K/V travel.
         inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
         seed: of documents, weights and inputs.
 
@@ -73,13 +74,13 @@ class VerifyConfig:
 
     ranks: int = 4
     seq_len: int = 1000
-    mask: str = "documents"
+    mask: str = field(default="documents", metadata=choices(*MASKS))
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    dtype: str = "float32"
-    balancer: str = "auto"
-    exchange: str = "auto"
+    dtype: str = field(default="float32", metadata=choices("float32", "float64"))
+    balancer: str = field(default="auto", metadata=choices("auto", *BALANCERS))
+    exchange: str = field(default="auto", metadata=choices("auto", *EXCHANGES))
     inner: int = 1
     seed: int = 0
 

@@ -9,12 +9,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from spanwise.cli.app import app
 from spanwise.cli.calibrate import CalibrateOptions
-from spanwise.cli.command import command, command_line, help_texts
+from spanwise.cli.command import BALANCERS, command, command_line, help_texts
 from spanwise.cli.overlap import OverlapOptions
 from spanwise.cli.plan import PlanOptions
 from spanwise.cli.ranks import RankFailure
 from spanwise.cli.verify import VerifyConfig
+from spanwise.layouts.assignment import resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,13 @@ def test_help_is_the_docstring() -> None:
     ):  # fmt: skip
         assert part in text
     assert "secret" not in text
+
+
+def test_help_shows_the_balancers_and_exchanges() -> None:
+    text = " ".join(CliRunner().invoke(app, ["verify", "--help"]).output.split())
+    assert "--exchange {auto, all_gather, needed, hierarchical, ring, ulysses}" in text and "--mask {documents," in text
+    with pytest.raises(ValueError, match="use " + ", ".join(map(repr, BALANCERS)) + " or an object"):
+        resolve("none")
 
 
 def test_errors_are_one_line() -> None:
