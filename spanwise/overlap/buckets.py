@@ -22,12 +22,12 @@ from spanwise.overlap.search import Schedule, default_effort, flight_limits, sch
 
 Bucket = tuple[int, ...]
 
-_ROUNDS = 3  # of merges and a new schedule
+_ROUNDS = 2  # of merges and a new schedule
 #: Shares of the makespan that one bucket may take. Short buckets leave slow links enough launches to overlap with.
 _LONGEST = (math.inf, 1 / 32)
 _WORTH = 0.995  # of the makespan: below that, shorter buckets are taken, which are more launches
-_NEAR, _TRIALS, _SMALL = 4, 32, 200  # pairs so near are tried one by one, so many in vain, in graphs of so few nodes
-_EFFORT = 16  # of the schedules with buckets, which start from a good order
+_NEAR, _TRIALS, _SMALL = 4, 32, 100  # pairs so near are tried one by one, so many in vain, in graphs of so few nodes
+_EFFORT = 12  # of the schedules with buckets, which start from a good order
 _ROUNDING = 1e-9
 
 

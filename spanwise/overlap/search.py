@@ -31,7 +31,7 @@ _ISSUED, _FEWEST, _MOST = 24_000, 16, 400
 _EAGER, _GREEDY = Rule(0.0, math.inf, SAFELY), Rule(0.0, math.inf, GREEDILY)
 _OTHERS = (Rule(1 / 32, math.inf, SAFELY), Rule(1 / 32, 5 / 64, SAFELY), Rule(1 / 2, math.inf, SAFELY))
 _RULES = (_EAGER, *_OTHERS, _GREEDY)
-_SMALLER = (1.0, 1.1, 1.5)  # budgets below the given one that are searched as well, in peaks of the own order
+_SMALLER = (1.0, 1.25)  # budgets below the given one that are searched as well, in peaks of the own order
 _FRONT = 4  # schedules from which noise starts
 _REBASED = 8  # restarts after which the best order becomes the known one, which says what is safe
 

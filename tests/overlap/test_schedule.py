@@ -418,5 +418,5 @@ def test_more_memory_is_never_worse() -> None:
     for seed in range(4):
         dag = random_layers(seed)
         own = dag.peak_bytes()
-        spans = [schedule(dag, budget=int(f * own)).timeline.makespan for f in (1.0, 1.1, 1.5, 3.0)]
+        spans = [schedule(dag, budget=int(f * own)).timeline.makespan for f in (1.0, 1.25, 3.0)]
         assert spans == sorted(spans, reverse=True)
