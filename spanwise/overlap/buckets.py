@@ -154,7 +154,7 @@ class _Merger:
                     gone = {one for pair in pairs for one in pair}
                     new = [one for one in buckets if one not in gone]
                     new += [tuple(sorted(a + b)) for a, b in pairs]
-                    run = self.run(new, order)
+                    run = self.run(new, order, limit * (1 + _ROUNDING))
                     if run is not None and run.makespan <= limit * (1 + _ROUNDING):
                         buckets, order, changed = new, run.order, True
                         limit = min(limit, run.makespan)
@@ -185,8 +185,8 @@ class _Merger:
         together = self.ms(tuple(sorted(one + other)))
         return together <= longest and together <= (self.ms(one) + self.ms(other)) * (1 + _ROUNDING)
 
-    def run(self, buckets: Sequence[Bucket], order: Ints) -> Run | None:
-        """The order with these buckets, each where its last member is, or its first: the shorter of both that fit.
+    def run(self, buckets: Sequence[Bucket], order: Ints, limit: float = 0.0) -> Run | None:
+        """The order with these buckets, each where its last member is, or else, if it exceeds `limit`, its first.
 
         The members of a bucket are side by side, and the first of them takes all the time.
         """
@@ -197,7 +197,7 @@ class _Merger:
             if at_fault >= 0:
                 return None
             ms, flight = self.graph.ms.copy(), self.graph.flight.copy()
-            place = positions(found)
+            place = positions(found).tolist()
             for one in joint:
                 first = min(one, key=place.__getitem__)
                 ms[list(one)] = 0.0
@@ -206,6 +206,8 @@ class _Merger:
             run = replay(self.graph._replace(ms=ms, flight=flight), self.limits, found)
             if run.makespan < (best.makespan if best else math.inf):
                 best = run
+            if run.makespan <= limit:
+                break
         return best
 
     def quotient(self, buckets: Sequence[Bucket], order: Ints) -> Quotient:

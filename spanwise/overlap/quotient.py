@@ -196,5 +196,5 @@ def rings(dag: Dag, buckets: Iterable[Sequence[int]]) -> Ints:
 
 def skipped(dag: Dag, buckets: Iterable[Sequence[int]], order: Ints) -> Ints:
     """Starts of buckets in which another one comes later in the order: they wait for that one."""
-    place = positions(order)
-    return np.array([i for bucket in buckets for i in bucket if i != max(bucket, key=place.__getitem__)], np.int64)
+    place = positions(order).tolist()
+    return np.array([i for bucket in buckets for i in sorted(bucket, key=place.__getitem__)[:-1]], np.int64)
