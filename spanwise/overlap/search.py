@@ -225,6 +225,8 @@ class _Search:
                 priorities = self.engine.backward(found.end)
             noise = self.floor / 2.0 ** (2 + draw[1] % 6) * _uniform(number, len(self.dag))
             rule = _RULES[int(draw[2] % len(_RULES))]
+            if draw[0] % 4 == 0:  # a plain greedy schedule of any order
+                priorities, rule = np.zeros(len(self.dag)), _GREEDY
             new = self._try(priorities + noise, rule, bool(draw[3] % 2), longest=found.makespan)
             if new is not None and new[1].makespan < found.makespan:
                 front[at] = new
