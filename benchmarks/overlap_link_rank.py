@@ -27,13 +27,13 @@ from torch.nn import functional as F
 
 from spanwise import CPU_HOST, overlap
 from spanwise.hardware import Link
+from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.measure import measure
 from spanwise.overlap.costs.roofline import VECTOR_UNITS, CostModel, node_bytes, node_flops
+from spanwise.overlap.dag import Kind
+from spanwise.overlap.engine import simulate
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.operators import STARTS, Cost
-from spanwise.overlap.ir.bounds import lower_bounds
-from spanwise.overlap.ir.dag import Kind
-from spanwise.overlap.ir.simulate import simulate
 from spanwise.overlap.split.choose import PIECES, cut_graphs
 
 GraphPass = Callable[[fx.GraphModule], fx.GraphModule]

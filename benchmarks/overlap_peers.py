@@ -54,13 +54,13 @@ import torch
 from torch import fx
 
 from spanwise.hardware import H100, Link
+from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.dag import Dag
+from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.capture import Axis, CaptureConfig, capture, fake_world, relabel
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.ir.bounds import lower_bounds
-from spanwise.overlap.ir.dag import Dag
-from spanwise.overlap.ir.simulate import Timeline, simulate
 from spanwise.overlap.optimize import Result, optimize
 
 Cost = Callable[[fx.Node], float]

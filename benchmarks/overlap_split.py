@@ -22,8 +22,8 @@ import torch
 from overlap_peers import CALIBRATED, LLAMA_8B
 
 from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.dag import Dag
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
-from spanwise.overlap.ir.dag import Dag
 from spanwise.overlap.optimize import optimize
 
 

@@ -38,11 +38,11 @@ from overlap_zoo_models import FAMILIES
 from torch import fx
 
 from spanwise.hardware import Hardware, Link
+from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.ir.bounds import lower_bounds
-from spanwise.overlap.ir.simulate import Timeline, simulate
 from spanwise.overlap.optimize import optimize
 from spanwise.overlap.pytorch_pass import pytorch_order
 

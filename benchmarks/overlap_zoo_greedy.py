@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 
-from spanwise.overlap.ir.dag import Dag, Kind
+from spanwise.overlap.dag import Dag, Kind
 
 
 def longest_tails(dag: Dag) -> list[float]:

@@ -11,8 +11,8 @@ from spanwise.cli.report import overlap_charts
 from spanwise.cli.report.svg import Drawing
 from spanwise.hardware import H100
 from spanwise.overlap import CostModel, optimize, simulate
+from spanwise.overlap.engine import Timeline
 from spanwise.overlap.fx.capture import CaptureConfig, capture
-from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.pytorch_pass import pytorch_order
 
 LAYERS = CaptureConfig(layers=4, dim=4096, heads=32, kv_heads=8, ffn=14336, seq_len=8192, batch=2, dp=8, tp=8)

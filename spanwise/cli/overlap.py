@@ -29,6 +29,8 @@ from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel
+from spanwise.overlap.dag import GraphError
+from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.report import arithmetic, figures, order_figures
 from spanwise.overlap.explain.trace import trace_events
 from spanwise.overlap.fx import operators
@@ -36,8 +38,6 @@ from spanwise.overlap.fx.capture import Attention, CaptureConfig, capture
 from spanwise.overlap.fx.files import SavedGraphs, group_sizes, load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.sizes import assumed
-from spanwise.overlap.ir.dag import GraphError
-from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.optimize import Result, optimize
 from spanwise.overlap.pytorch_pass import pytorch_order
 from spanwise.planning.make_plan import make_plan

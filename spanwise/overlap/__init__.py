@@ -1,13 +1,14 @@
 """Hide the communication of a whole step: order and bucket the collectives of ATen FX graphs.
 
-    fx graph ─► fx.graph ─► ir.dag ─► ir.contract ─► search ─► bucketing ─► fx.emit ─► new graph
-                  costs ──────┘ └──► ir.simulate, ir.bounds ─► explain
+    fx graph ─► fx.graph ─► dag ─► quotient ─► search ─► buckets ─► fx.emit ─► new graph
+                  costs ─────┘ └──► engine, bounds ─► explain
 
-A folder imports only from folders above it:
+A file or folder imports only from those above it:
 
-- `ir`: a step as plain data: the dag, with and without views, an order of it, its simulation, bounds and memory.
-- `search`: orders with a short makespan within a memory budget.
-- `bucketing`: collectives that become one launch.
+- `dag`: a step as plain data. `bounds` of every order of it.
+- `arrays`, `compiled`, `machine`, `engine`: the machine on which every order is made and timed, in compiled code.
+- `quotient`: a dag with some nodes joined: views to what they follow, collectives to buckets.
+- `search`: orders with a short makespan within a memory budget. `buckets`: collectives that become one launch.
 - `fx`: fx graph to dag and back; captured and saved graphs.
 - `costs`: milliseconds of nodes, by a roofline or measured.
 - `split`: token-wise compute and its collectives in pieces.
@@ -19,14 +20,14 @@ A folder imports only from folders above it:
 # Import all names at once: the functions `backend`, `graph_pass`, `optimize` and `measure` hide modules of the same
 # name, and a later import of such a module would replace the function.
 from spanwise.overlap.backend import backend
+from spanwise.overlap.bounds import Bounds
 from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost
+from spanwise.overlap.dag import GraphError
+from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.report import Result
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.graph_pass import graph_pass
-from spanwise.overlap.ir.bounds import Bounds
-from spanwise.overlap.ir.dag import GraphError
-from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.optimize import lower_bound, optimize, simulate
 from spanwise.overlap.split.record import Split
 

@@ -5,21 +5,22 @@ fx graph, cost ─► to_dag ─► contract ─► schedule ─► bucket ─�
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
-from spanwise.overlap.bucketing.bucket import bucket as into_buckets
-from spanwise.overlap.bucketing.merge import Merged, merge, without_buckets
+from spanwise.overlap.bounds import Bounds, lower_bounds
+from spanwise.overlap.buckets import bucket as into_buckets
 from spanwise.overlap.costs.roofline import as_cost
+from spanwise.overlap.dag import GraphError
+from spanwise.overlap.engine import Timeline
+from spanwise.overlap.engine import simulate as run
 from spanwise.overlap.explain.figures import arithmetic
 from spanwise.overlap.explain.report import Doubts, Result
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
@@ -27,31 +28,12 @@ from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.fx.sizes import Sizes, assumed, check_sizes, has_symbols
 from spanwise.overlap.fx.values import NO_VALUE
-from spanwise.overlap.ir.bounds import Bounds, lower_bounds
-from spanwise.overlap.ir.dag import GraphError
-from spanwise.overlap.ir.simulate import Timeline
-from spanwise.overlap.ir.simulate import simulate as run
-from spanwise.overlap.search.schedule import Schedule, default_budget, default_effort, schedule
+from spanwise.overlap.quotient import Quotient, alone, merge
+from spanwise.overlap.search import Schedule, default_budget, default_effort, schedule
 from spanwise.overlap.split.choose import Searches, described, find_split
 from spanwise.overlap.split.record import Split
 
 
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """Turn Python's collector of cycles off: it walks all graphs of the process, and nothing here makes cycles.
-
-    It took a sixth of the time of `optimize` with buckets, for 9,000 nodes.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_no_collector()
 def optimize(
     gm: fx.GraphModule,
     cost: Cost | Hardware | Mapping[str, float],
@@ -72,7 +54,7 @@ def optimize(
     Args:
         gm: ATen graph with ``meta["val"]``: of a forward, a backward, or both.
         cost: milliseconds of a node: a function, a `CostModel`, a `Hardware`, or a table by node name.
-        memory_budget: most bytes that the graph's nodes may allocate at once; default: `schedule.default_budget`. If
+        memory_budget: most bytes that the graph's nodes may allocate at once; default: `search.default_budget`. If
             the graph's own order exceeds it, the result fits but may take longer than that order.
         bucket: whether collectives may be merged where that costs no time. A method ``merged(nodes)`` of `cost`, as of
             `CostModel`, prices a bucket; without it a bucket costs the sum of its members.
@@ -81,9 +63,8 @@ def optimize(
             nodes that are not in `gm`, as a `CostModel` does. Graphs with symbolic sizes are not cut.
         multiplier: factor on the time of collectives during the search, for costs that are guesses.
         in_flight: for each process group, most collectives that have started and were not yet waited for.
-        in_flight_bytes: the same in bytes that these make, read and write; see `schedule.schedule`.
-        effort: most orders to try; default: `schedule.default_effort`. More find better ones as a rule, but with
-            buckets that is not guaranteed.
+        in_flight_bytes: the same in bytes that these make, read and write; see `search.schedule`.
+        effort: most orders to try; default: `search.default_effort`. More never find a longer one without buckets.
         sizes: numbers for symbolic sizes while the graph is scheduled, by symbol (``{"s0": 4096}``), or one for all.
             Give all ranks the same.
 
@@ -131,7 +112,7 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     def search(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
         return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **_with_effort(options, cut, quick))
 
-    def fuse(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Merged, Schedule]:
+    def fuse(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Quotient, Schedule]:
         return _bucketed(cut, of, found, bucket, _with_effort(options, cut), quick=quick)
 
     trial = find_split(gm, cost, Searches(search, fuse), whole.timeline)
@@ -157,37 +138,37 @@ def _optimized(
 
 
 def _with_effort(options: dict[str, Any], captured: Captured, most: int | None = None) -> dict[str, Any]:
-    """The options with a number of orders to try; views count as nodes there, as for the passes of others."""
-    effort = default_effort(captured.dag) if options["effort"] is None else options["effort"]
+    """The options with a number of orders to try."""
+    effort = default_effort(captured.contracted.dag) if options["effort"] is None else options["effort"]
     return {**options, "effort": effort if most is None else min(most, effort)}
 
 
 def _bucketed(
     captured: Captured, cost: Cost, found: Schedule, bucket: bool, options: dict[str, Any], *, quick: bool = False
-) -> tuple[Merged, Schedule]:
+) -> tuple[Quotient, Schedule]:
     """The buckets of a contracted graph, and the schedule with them."""
     contracted = captured.contracted
     if not bucket:
-        return without_buckets(contracted.dag), found
+        return alone(contracted.dag), found
     keys, price = bucket_keys(captured), _bucket_price(captured, cost)
     of_units = [keys[of_unit[0]] for of_unit in contracted.members]
     return into_buckets(contracted.dag, found, of_units, price, quick=quick, **options)
 
 
-def _expanded(captured: Captured, merged: Merged, found: Schedule) -> tuple[Merged, Timeline]:
+def _expanded(captured: Captured, merged: Quotient, found: Schedule) -> tuple[Quotient, Timeline]:
     """The same buckets and order of all nodes of the graph."""
     contracted = captured.contracted
-    order = contracted.expand(i for unit in found.order for i in merged.members[unit])
+    order = contracted.expand(merged.expand(found.order))
     joint = [i for i in merged.dag.starts if len(merged.members[i]) > 1]
     if not joint:
-        return without_buckets(captured.dag), run(captured.dag, order)
+        return alone(captured.dag), run(captured.dag, order)
     buckets = [[contracted.members[i][0] for i in merged.members[unit]] for unit in joint]
     whole = merge(captured.dag, buckets, [merged.dag.nodes[i].ms for i in joint], order)
     return whole, run(whole.dag)
 
 
 def _emitted(
-    gm: fx.GraphModule, cost: Cost, captured: Captured, own: Timeline, merged: Merged, found: Schedule
+    gm: fx.GraphModule, cost: Cost, captured: Captured, own: Timeline, merged: Quotient, found: Schedule
 ) -> Result:
     """A copy of `gm` with these buckets, in this order; `own` is of its own order."""
     made = _torch.copy_module(gm)
@@ -240,7 +221,7 @@ def simulate(
     Args:
         gm, cost: as in `optimize`.
         order: numbers of the nodes of its `Dag`, each once; default: the graph's own order.
-        contention: factor by which compute takes longer while a collective runs; see `ir.simulate.simulate`.
+        contention: factor by which compute takes longer while a collective runs; see `engine.simulate`.
 
     Raises:
         TypeError, GraphError: as `optimize`.
@@ -256,7 +237,7 @@ def simulate(
 
 
 def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float]) -> float:
-    """Milliseconds that no order of the nodes of `gm` can beat, memory aside; see `ir.bounds`.
+    """Milliseconds that no order of the nodes of `gm` can beat, memory aside; see `bounds`.
 
     Raises:
         TypeError, GraphError: as `optimize`.

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import fx
 
 from spanwise.overlap import _torch
+from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.fx.capture import relabel
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.operators import Cost, tensors_of
-from spanwise.overlap.ir.simulate import Timeline, simulate
 
 
 def pytorch_order(

@@ -28,12 +28,12 @@ from spanwise.cli.report.overlap_charts import KINDS, LEFT, RIGHT, WIDTH, Bar, l
 from spanwise.hardware import H100
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.dag import Dag, Kind, Node
+from spanwise.overlap.engine import simulate
 from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.ir.dag import Dag, Kind, Node
-from spanwise.overlap.ir.simulate import simulate
 from spanwise.overlap.optimize import optimize
 
 SMALL = [

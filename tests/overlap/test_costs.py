@@ -23,11 +23,11 @@ from spanwise.hardware import CPU_HOST, Hardware, Link, attention_flops
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes
+from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.ir.dag import GraphError, Kind
 from tests.overlap.test_capture import attention_of, causal_plan
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten

@@ -16,13 +16,13 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.bucketing.merge import merge
+from spanwise.overlap.dag import Dag, GraphError, Kind
 from spanwise.overlap.fx.capture import Axis, relabel
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import WAIT
-from spanwise.overlap.ir.dag import Dag, GraphError, Kind
 from spanwise.overlap.optimize import optimize
+from spanwise.overlap.quotient import merge
 from tests.lockstep import Lockstep
 from tests.overlap.test_graph import STATEMENTS, by_hand
 

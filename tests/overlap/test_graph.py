@@ -16,9 +16,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise.overlap import _torch
+from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import tensors_in
-from spanwise.overlap.ir.dag import GraphError, Kind
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
 KINDS = {Kind.COMPUTE: "compute", Kind.START: "start", Kind.WAIT: "wait"}
@@ -606,7 +606,7 @@ def test_a_backward_frees_what_its_forward_saved() -> None:
     dag = to_dag(gm, one).dag
     assert [(s.num_bytes, s.users) for s in dag.storages if s.is_given] == [(64, (0,)), (64, (0,))]
     # Both go with the product, which makes as many bytes as one of them holds; then come two sums and theirs.
-    assert dag.lifetimes.profile().tolist() == [64, -64 + 4, -128 + 4 + 4, -128 + 4 + 4 + 4] and dag.peak_bytes() == 64
+    assert dag.alive_bytes().tolist() == [64, -64 + 4, -128 + 4 + 4, -128 + 4 + 4 + 4] and dag.peak_bytes() == 64
     gm.graph.find_nodes(op="placeholder")[-1].name = "x"
     assert not any(s.is_given for s in to_dag(gm, one).dag.storages)
 

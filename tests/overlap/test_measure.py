@@ -16,9 +16,9 @@ from spanwise.hardware import CPU_HOST
 from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import VECTOR_UNITS, CostModel, node_bytes
 from spanwise.overlap.costs.timing import calls, milliseconds, trial
+from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.ir.dag import GraphError
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
 CPU = torch.device("cpu")

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 
 from spanwise import H100, overlap
 from spanwise.overlap import _torch
+from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.ir.dag import GraphError, Kind
 from tests.lockstep import Lockstep
 from tests.overlap.test_emit import Program, one, programs, run, same, traced
 

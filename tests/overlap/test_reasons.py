@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spanwise.overlap.bounds import independent_compute
+from spanwise.overlap.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.explain.reasons import Why, _Analysis, hidden_counts, hideable, reasons
-from spanwise.overlap.ir.critical_path import independent_compute
-from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.ir.simulate import Timeline, simulate
-from spanwise.overlap.search.schedule import schedule
+from spanwise.overlap.search import schedule
 from tests.overlap.test_simulate import dags, orders
 
 C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT

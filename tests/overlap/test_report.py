@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from spanwise.hardware import H100
+from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.dag import Kind
 from spanwise.overlap.explain.figures import arithmetic, bound_by, hideable_by
 from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
 from spanwise.overlap.explain.report import MOST, Result, figures, summary
@@ -19,8 +21,6 @@ from spanwise.overlap.explain.units import milliseconds as duration
 from spanwise.overlap.explain.units import num_bytes
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.ir.bounds import Bounds, lower_bounds
-from spanwise.overlap.ir.dag import Kind
 from spanwise.overlap.optimize import optimize
 
 CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)

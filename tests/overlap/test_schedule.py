@@ -15,15 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.overlap.ir.bounds import lower_bounds
-from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.ir.memory import ResourceLimit
-from spanwise.overlap.ir.simulate import simulate
-from spanwise.overlap.search.justify import starts_early_waits_late
-from spanwise.overlap.search.list_scheduler import ListOptions, list_schedule
-from spanwise.overlap.search.low_memory import low_memory_order
-from spanwise.overlap.search.priorities import ListSchedule, SchedulingProblem
-from spanwise.overlap.search.schedule import EFFORT, default_budget, schedule
+from spanwise.overlap.arrays import FREELY, GREEDILY, SAFELY, Rule, limits_of
+from spanwise.overlap.bounds import lower_bounds
+from spanwise.overlap.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.engine import Engine, simulate
+from spanwise.overlap.search import default_budget, low_memory_order, schedule
 from tests.overlap.test_simulate import dags, orders
 
 C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
@@ -80,8 +76,6 @@ def test_the_budget_holds_and_more_room_is_no_worse(room: int) -> None:
         ValueError, match=f"takes {least - 1} bytes at its peak.* own takes {least}, the least .* {least};"
     ):
         schedule(dag, budget=least - 1)
-    with pytest.raises(ValueError, match=f"needs {least} bytes at its peak, more than the budget of {least - 1}"):
-        ResourceLimit(dag.lifetimes, least - 1)
 
 
 def test_a_budget_below_the_own_order_is_refused_where_that_order_is_the_best() -> None:
@@ -203,62 +197,10 @@ def test_more_effort_finds_more() -> None:
     assert schedule(dag, effort=16).order == schedule(dag, effort=16).order
 
 
-def listing(dag: Dag, order: Sequence[int]) -> tuple[list[int], Callable[..., ListSchedule]]:
-    """A list scheduler that knows one order only, and a list that grows with each of its calls."""
-    calls: list[int] = []
-    timeline = simulate(dag, order)
-
-    def known_order(*_: object, **__: object) -> ListSchedule:
-        calls.append(len(calls))
-        return ListSchedule(list(order), timeline.begin.tolist(), timeline.makespan, timeline.peak_bytes)
-
-    return calls, known_order
-
-
 def test_orders_near_their_priorities_pay_where_memory_binds() -> None:
     """Eager orders fill the memory with weights that are not needed yet; with these alone it takes 53.1 ms."""
     dag = backward(12, gradients=2.4)
     assert schedule(dag, budget=dag.peak_bytes() + 12).timeline.makespan < 51
-
-
-@pytest.mark.parametrize("effort", [0, 1, 2, 5, 20])
-def test_effort_is_the_number_of_orders_tried(monkeypatch: pytest.MonkeyPatch, effort: int) -> None:
-    dag = backward(6, gradients=2.4)
-    calls, known_order = listing(dag, range(len(dag)))
-    monkeypatch.setattr("spanwise.overlap.search.schedule.list_schedule", known_order)
-    schedule(dag, effort=effort)
-    assert len(calls) == effort
-
-
-def test_of_a_large_graph_few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only gain left is to put the gather at the end first."""
-    compute = tuple(Node(f"mm {i}", C, 1.0) for i in range(4000))
-    count = len(compute)
-    gather = (Node("gather", S, 0.04 * count, group="dp"), Node("wait", W, deps=(count,), start=count))
-    dag = Dag((*compute, *gather))
-    calls, known_order = listing(dag, range(len(dag)))
-    monkeypatch.setattr("spanwise.overlap.search.schedule.list_schedule", known_order)
-    monkeypatch.setattr("spanwise.overlap.search.schedule._ScheduleSearch._plain", lambda *args: iter(()))
-    schedule(dag)
-    assert len(calls) == EFFORT
-    monkeypatch.undo()
-    assert schedule(dag).timeline.makespan == count
-
-
-def test_a_longer_order_is_refused_however_little_memory_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousandth longer, and half of the peak."""
-    nodes = (
-        Node("gather", S, 10.0, group="dp"), Node("early", C, 1.0), Node("scatter", S, 0.01, (1,), "tp"),
-        Node("work", C, 9.0), Node("wait", W, deps=(0,), start=0), Node("wait too", W, deps=(2,), start=2),
-        Node("last", S, 1.0, group="tp"), Node("last wait", W, deps=(6,), start=6),
-    )  # fmt: skip
-    dag = Dag(nodes, (Storage(100, 1, (5,)), Storage(100, 3)))
-    order = [0, 3, 1, 2, 4, 5, 6, 7]
-    before, other = simulate(dag), simulate(dag, order)
-    assert before.makespan < other.makespan < 1.0011 * before.makespan and 2 * other.peak_bytes == before.peak_bytes
-    monkeypatch.setattr("spanwise.overlap.search.schedule.list_schedule", listing(dag, order)[1])
-    monkeypatch.setattr("spanwise.overlap.search.schedule._ScheduleSearch._plain", lambda *args: iter(()))
-    assert schedule(dag, budget=200, effort=5).timeline.makespan == before.makespan
 
 
 @pytest.mark.parametrize("gradients", [2.8, 3.2, 6.4])
@@ -295,20 +237,6 @@ def test_orders_with_less_memory_are_legal_and_fit(dag: Dag) -> None:
         assert least <= dag.peak_bytes(order) <= budget
         found = schedule(dag, budget=budget)
         assert found.timeline.peak_bytes <= budget and found.timeline.makespan <= found.before.makespan
-
-
-@given(with_memory(), st.integers(0, 10), st.sampled_from([0.0, 0.5, 0.99, 1.0, 1.5]), st.sampled_from([0.0, math.inf]))
-def test_a_schedule_that_cannot_keep_a_limit_is_left_early(dag: Dag, room: int, share: float, ahead: float) -> None:
-    order = range(len(dag))
-    limits = [ResourceLimit(dag.lifetimes, dag.peak_bytes() + room, order)]
-    problem = SchedulingProblem(dag, order, limits)
-    rule = ListOptions(ahead)
-    whole = list_schedule(problem, list(problem.head), rule)
-    found = list_schedule(problem, list(problem.head), rule, share * whole.makespan)
-    assert found == whole if share >= 1 or whole.makespan == 0 else found.makespan == math.inf
-    least = schedule(dag, budget=limits[0].budget)
-    again = schedule(dag, budget=limits[0].budget, longest=share * least.timeline.makespan)
-    assert again.timeline.makespan <= again.before.makespan
 
 
 def test_results_are_made_late() -> None:
@@ -378,47 +306,6 @@ def test_never_worse_never_over_the_budget_and_near_the_best(dag: Dag, room: int
         assert found.timeline.makespan <= 2 * best
 
 
-@given(with_memory(), st.integers(0, 10), st.randoms(use_true_random=False))
-def test_the_limit_tracks_bytes_alive_and_the_known_order_always_fits(dag: Dag, room: int, draw: random.Random) -> None:
-    """Any safe nodes may run: memory stays within the budget, and the own order can always go on."""
-    budget = dag.peak_bytes() + room
-    limit, order = ResourceLimit(dag.lifetimes, budget), []
-    while len(order) < len(dag):
-        done = set(order)
-        ready = [i for i in range(len(dag)) if i not in done and done.issuperset(dag.nodes[i].deps)]
-        assert limit.next_in_order == min(set(range(len(dag))) - done) and limit.is_safe(limit.next_in_order)
-        safe = [i for i in ready if limit.is_safe(i)]
-        rest = [i for i in range(len(dag)) if i not in done]
-        for i in ready:  # a node is safe only if it fits with the others after it in their own order
-            continued = [*order, i, *(j for j in rest if j != i)]
-            if i in safe:
-                assert dag.peak_bytes(continued) <= budget
-        order.append(draw.choice(safe))
-        limit.run(order[-1])
-        alive = sum(
-            s.num_bytes
-            for s in dag.storages
-            if s.maker in order and (s.kept or not set(order).issuperset((s.maker, *s.users)))
-        )
-        assert limit.alive == alive
-    assert dag.peak_bytes(order) <= budget
-
-
-def test_the_limit_counts_memory_until_it_is_freed() -> None:
-    """Until `a` has been read, there is no memory for `b`; then the nodes left need little."""
-    names = ("z", "read z", "a", "read a", "c", "read c", "small", "b")
-    dag = Dag(
-        tuple(Node(name, C) for name in names),
-        (Storage(114, 0, (1,)), Storage(100, 2, (3,)), Storage(30, 4, (5,)), Storage(10, 6), Storage(50, 7)),
-    )
-    limit = ResourceLimit(dag.lifetimes, 115)
-    for node in (0, 1, 2):
-        limit.run(node)
-    assert limit.alive == 100 and limit.is_safe(6) and not limit.is_safe(7)
-    limit.run(3)
-    assert limit.alive == 0 and limit.is_safe(7) and limit.peak == 114
-
-
 def test_time_grows_with_the_graph() -> None:
     """Twice the nodes take about twice as long: well below what a square would take."""
 
@@ -445,8 +332,7 @@ def test_early_starts_and_late_waits_are_no_slower_at_any_costs(dag: Dag, room: 
     """Of any order, at costs other than estimated, and with no more memory."""
     order = draw.choice(list(itertools.islice(orders(dag), 200)))
     peak = dag.peak_bytes(order) + room
-    problem = SchedulingProblem(dag, range(len(dag)), [ResourceLimit(dag.lifetimes, 10**9)])
-    found = starts_early_waits_late(problem, order, peak)
+    found = Engine(dag, limits_of(dag, order, peak)).settled()
     dag.check_order(found)
     assert dag.peak_bytes(found) <= peak
     for kind in (C, *dag.groups):
@@ -461,9 +347,8 @@ def test_early_starts_and_late_waits_are_no_slower_at_any_costs(dag: Dag, room: 
 def test_schedules_start_early_and_wait_late(room: int) -> None:
     dag = backward(12)
     found = schedule(dag, budget=dag.peak_bytes() + room)
-    problem = SchedulingProblem(dag, range(len(dag)), [ResourceLimit(dag.lifetimes, found.budget)])
     assert found.order != found.before.order.tolist()
-    assert starts_early_waits_late(problem, found.order, found.timeline.peak_bytes) == found.order
+    assert Engine(dag, limits_of(dag, found.order, found.timeline.peak_bytes)).settled() == found.order
 
 
 def test_starts_are_early_and_waits_late() -> None:
@@ -471,11 +356,9 @@ def test_starts_are_early_and_waits_late() -> None:
         Node("a", C, 1.0), Node("b", C, 1.0), Node("start", S, 1.0, (), "dp"), Node("c", C, 1.0),
         Node("wait", W, 0.0, (2,), start=2), Node("d", C, 1.0), Node("user", C, 1.0, (4,)),
     )  # fmt: skip
-    problem = SchedulingProblem(Dag(nodes), range(7), [ResourceLimit(Dag(nodes).lifetimes, 0)])
-    assert starts_early_waits_late(problem, range(7), 0) == [0, 2, 1, 3, 5, 4, 6]
+    assert Engine(Dag(nodes), limits_of(Dag(nodes), range(7), 0)).settled() == [0, 2, 1, 3, 5, 4, 6]
     small = Dag(nodes, (Storage(8, 2, (6,)), Storage(8, 1, (1,))))  # the collective's result does not fit while b runs
-    problem = SchedulingProblem(small, range(7), [ResourceLimit(small.lifetimes, 8)])
-    assert starts_early_waits_late(problem, range(7), 8) == [0, 1, 2, 3, 5, 4, 6]
+    assert Engine(small, limits_of(small, range(7), 8)).settled() == [0, 1, 2, 3, 5, 4, 6]
 
 
 def test_captured_layers_stay_ahead_of_pytorch_under_noisy_costs() -> None:
@@ -511,3 +394,29 @@ def test_captured_layers_stay_ahead_of_pytorch_under_noisy_costs() -> None:
             ms = dag.ms * draw.lognormal(0.0, sigma, len(dag))
             noisy = Dag(tuple(dataclasses.replace(n, ms=float(x)) for n, x in zip(dag.nodes, ms, strict=True)))
             assert simulate(noisy, found.order).makespan < simulate(noisy, order).makespan
+
+
+@given(with_memory(), st.integers(0, 20), st.sampled_from([FREELY, SAFELY, GREEDILY]), st.data())
+def test_list_schedules_are_legal_and_keep_the_budget(dag: Dag, room: int, memory: int, data: st.DataObject) -> None:
+    """Whatever the priorities and the rule; the figures are those of `simulate`."""
+    budget = dag.peak_bytes() + room
+    engine = Engine(dag, limits_of(dag, range(len(dag)), budget))
+    priorities = np.array([float(data.draw(st.integers(0, 9))) for _ in range(len(dag))])
+    ahead = data.draw(st.sampled_from([0.0, math.inf])) if memory == SAFELY else math.inf
+    rule = Rule(data.draw(st.sampled_from([0.0, 2.0])), ahead, memory)
+    found = engine.forward(priorities, rule._replace(wait_by_priority=data.draw(st.booleans())))
+    if found.makespan == math.inf:
+        assert memory == GREEDILY  # nothing that was ready fitted
+        return
+    timeline = simulate(dag, found.order.tolist())
+    assert (found.makespan, found.peak) == (timeline.makespan, max(0, timeline.peak_bytes))
+    assert memory == FREELY or timeline.peak_bytes <= budget
+
+
+def test_more_memory_is_never_worse() -> None:
+    """At the own peak, and where all lower budgets are among those searched."""
+    for seed in range(4):
+        dag = random_layers(seed)
+        own = dag.peak_bytes()
+        spans = [schedule(dag, budget=int(f * own)).timeline.makespan for f in (1.0, 1.25, 3.0)]
+        assert spans == sorted(spans, reverse=True)

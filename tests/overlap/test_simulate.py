@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.overlap.ir.bounds import lower_bounds
-from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
-from spanwise.overlap.ir.simulate import simulate
+from spanwise.overlap.bounds import lower_bounds
+from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.engine import simulate
 
 C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
 

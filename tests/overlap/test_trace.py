@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from spanwise.overlap.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.engine import simulate
 from spanwise.overlap.explain.trace import save_chrome_trace
-from spanwise.overlap.ir.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.ir.simulate import simulate
 
 # An all-gather of 4 ms behind one of 1 ms on the same stream, 3 ms of independent compute, 2 ms that need the second.
 DAG = Dag(

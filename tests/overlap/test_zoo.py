@@ -43,10 +43,3 @@ def test_the_greedy_orders_are_legal(zoo: Any) -> None:
     dag = to_dag(graph, lambda node: 1.0).dag
     for order in (zoo.by_longest_tail(dag), zoo.started_when_ready(dag)):
         dag.check_order(order)
-
-
-def test_ablations_change_parts_that_exist(zoo: Any) -> None:
-    ablation = importlib.import_module("overlap_ablation")
-    for variant in (*ablation.SEARCH.values(), *ablation.BUCKETS.values()):
-        with variant():  # an unknown name is an error
-            pass

@@ -32,8 +32,8 @@ from spanwise import SpanMask
 from spanwise.overlap import _torch, consensus
 from spanwise.overlap.backend import backend
 from spanwise.overlap.costs.roofline import node_flops
+from spanwise.overlap.dag import Kind
 from spanwise.overlap.fx import operators
-from spanwise.overlap.ir.dag import Kind
 from spanwise.overlap.optimize import Result
 from tests.oracle import relative_error
 from tests.ranks.gloo import GlooPool, hear, tell

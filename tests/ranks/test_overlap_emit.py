@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.bucketing.merge import merge
 from spanwise.overlap.fx.emit import bucket_keys, emit
 from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.quotient import merge
 from tests.ranks.gloo import GlooPool
 
 OPS = torch.ops._c10d_functional

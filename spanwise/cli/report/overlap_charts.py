@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 from spanwise.cli.report import units
 from spanwise.cli.report.svg import Drawing, number, ticks
+from spanwise.overlap.dag import Kind
+from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.reasons import Reason
 from spanwise.overlap.explain.trace import in_order
-from spanwise.overlap.ir.dag import Kind
-from spanwise.overlap.ir.simulate import Timeline
 
 # CSS pixels.
 WIDTH, LEFT, RIGHT = 1030, 96, 22

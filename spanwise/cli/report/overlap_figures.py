@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spanwise.hardware import Hardware
+from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.report import Figures, OrderFigures
-from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.optimize import Result
 
 

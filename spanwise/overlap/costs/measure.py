@@ -31,8 +31,8 @@ from spanwise.overlap import _torch
 from spanwise.overlap.costs import cache_file
 from spanwise.overlap.costs.roofline import as_cost, node_bytes, ranks_of
 from spanwise.overlap.costs.timing import calls, device_of, milliseconds, smallest, trial, why_not
+from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.operators import COALESCED, STARTS, WAIT, Cost, group_of, is_free, tensors_of, traits
-from spanwise.overlap.ir.dag import GraphError
 
 _LATENCY = "latency of "
 

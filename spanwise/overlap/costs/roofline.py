@@ -19,6 +19,7 @@ from torch import fx
 from spanwise.hardware import Hardware, Link
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import hides_its_mask, is_attention, is_attention_backward, node_flops
+from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import (
     Cost,
@@ -32,7 +33,6 @@ from spanwise.overlap.fx.operators import (
     tensors_of,
     traits,
 )
-from spanwise.overlap.ir.dag import GraphError
 
 _aten = torch.ops.aten
 

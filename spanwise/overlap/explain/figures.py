@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import fx
 
+from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.costs.flops import node_flops
+from spanwise.overlap.dag import Dag
+from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
 from spanwise.overlap.explain.units import milliseconds
-from spanwise.overlap.ir.bounds import Bounds, lower_bounds
-from spanwise.overlap.ir.dag import Dag
-from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.split.record import Split
 
 

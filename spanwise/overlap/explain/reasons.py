@@ -14,11 +14,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from spanwise.overlap.bounds import independent_compute
+from spanwise.overlap.dag import Dag, Kind, positions, rounding
 from spanwise.overlap.explain.units import milliseconds
-from spanwise.overlap.ir.critical_path import independent_compute
-from spanwise.overlap.ir.dag import Dag, Kind, rounding
-from spanwise.overlap.ir.order import positions
-from spanwise.overlap.ir.timeline import Intervals
+from spanwise.overlap.timeline import Intervals
 
 
 class Why(enum.Enum):
@@ -148,7 +147,7 @@ class _Analysis:
         self.gained: dict[int, float] = {}
         for stream in self.streams.values():
             self.use_idle(stream.tolist())
-        self.allocated = np.array(dag.lifetimes.allocated, np.int64)
+        self.allocated = dag.allocated
 
     def reason(self, start: int, exposed: float, independent: float) -> Reason:
         parts = dict.fromkeys(Why, 0.0)

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 import numpy as np
 from torch import fx
 
+from spanwise.overlap.bounds import Bounds
+from spanwise.overlap.dag import Dag, Kind
+from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.figures import Collective, Figures, OrderFigures, arithmetic, hideable_by, order_figures
 from spanwise.overlap.explain.reasons import Reason, hidden_counts, reasons
 from spanwise.overlap.explain.trace import save_chrome_trace
@@ -20,9 +23,6 @@ from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import tensors_of
 from spanwise.overlap.fx.sizes import Sizes, assumed
-from spanwise.overlap.ir.bounds import Bounds
-from spanwise.overlap.ir.dag import Dag, Kind
-from spanwise.overlap.ir.simulate import Timeline
 from spanwise.overlap.split.record import Split
 
 #: Most rows of the table of collectives in a text.

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from spanwise.overlap.dag import Kind
 from spanwise.overlap.explain.reasons import reasons
-from spanwise.overlap.ir.dag import Kind
-from spanwise.overlap.ir.timeline import Intervals
+from spanwise.overlap.timeline import Intervals
 
 _COMPUTE = 0  # its track; groups follow
 
@@ -108,7 +108,7 @@ def _called(what: str, process: int, track: int, name: str) -> dict[str, Any]:
 def _memory(timeline: Intervals, process: int) -> list[dict[str, Any]]:
     """Counter events at each node that changes the bytes alive."""
     order = timeline.order.tolist()
-    alive = timeline.dag.lifetimes.profile(order)
+    alive = timeline.dag.alive_bytes(order)
     events = []
     for at in np.flatnonzero(np.diff(alive, prepend=0)).tolist():
         facts = {"ph": "C", "pid": process, "name": "memory", "args": {"bytes": int(alive[at])}}

@@ -16,9 +16,9 @@ from typing import Any
 from torch import fx
 
 from spanwise.overlap import _torch
+from spanwise.overlap.dag import Dag, GraphError, Kind
 from spanwise.overlap.fx.graph import Captured
 from spanwise.overlap.fx.operators import COALESCED, WAIT, Role, arguments, group_of, nodes_in, tensors_of, traits
-from spanwise.overlap.ir.dag import Dag, GraphError, Kind
 
 _ops = _torch.functional_collectives
 _TOGETHER = {one: several for several, one in COALESCED.items()}

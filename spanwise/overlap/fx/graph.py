@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from spanwise.overlap import _torch
+from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.fx.operators import (
     Cost,
     Role,
@@ -41,8 +42,7 @@ from spanwise.overlap.fx.operators import (
     traits,
 )
 from spanwise.overlap.fx.values import NO_VALUE, lacks_value
-from spanwise.overlap.ir.contract import Contracted, contract
-from spanwise.overlap.ir.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.quotient import Quotient, contract
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Captured:
     outside_waits: tuple[int, ...] = ()
 
     @functools.cached_property
-    def contracted(self) -> Contracted:
+    def contracted(self) -> Quotient:
         """`dag` without its views, for the search."""
         return contract(self.dag)
 

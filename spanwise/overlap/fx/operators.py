@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.ir.dag import GraphError
+from spanwise.overlap.dag import GraphError
 
 _ops = _torch.functional_collectives
 _autograd = _torch.autograd_collectives

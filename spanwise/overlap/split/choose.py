@@ -16,13 +16,13 @@ from typing import NamedTuple
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.bucketing.merge import Merged
+from spanwise.overlap.bounds import Bounds, lower_bounds
+from spanwise.overlap.dag import Dag, GraphError, Node
+from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
-from spanwise.overlap.ir.bounds import Bounds, lower_bounds
-from spanwise.overlap.ir.dag import Dag, GraphError, Node
-from spanwise.overlap.ir.simulate import Timeline, simulate
-from spanwise.overlap.search.schedule import Schedule
+from spanwise.overlap.quotient import Quotient
+from spanwise.overlap.search import Schedule
 from spanwise.overlap.split.cut import Cut
 from spanwise.overlap.split.price import SENSITIVITY, PieceCost, slower
 from spanwise.overlap.split.record import Split
@@ -45,7 +45,7 @@ class Searches(NamedTuple):
     """
 
     schedule: Callable[[Captured, int | None, Bounds], Schedule]
-    bucket: Callable[[Captured, Cost, Schedule, bool], tuple[Merged, Schedule]]
+    bucket: Callable[[Captured, Cost, Schedule, bool], tuple[Quotient, Schedule]]
 
 
 #: Orders of a quick schedule. With 4 in place of 8, four layers of Llama-8B gain 3.2 % rather than 9.3 %.
@@ -75,7 +75,7 @@ class Trial:
     captured: Captured
     cost: PieceCost
     bounds: Bounds
-    merged: Merged
+    merged: Quotient
     found: Schedule
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.operators import Cost
-from spanwise.overlap.ir.dag import GraphError
 
 #: A product of M rows runs at M / (M + HALF_RATE) of the rate. Assumed; `Split.sensitivity` shows what hangs on it.
 HALF_RATE = 256

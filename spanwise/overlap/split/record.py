@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spanwise.overlap.ir.dag import Dag
+from spanwise.overlap.dag import Dag
 from spanwise.overlap.split.cut import Cut
 
 

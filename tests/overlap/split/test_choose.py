@@ -12,8 +12,8 @@ from torch import fx
 from spanwise import CPU_HOST, H100, overlap
 from spanwise.hardware import Link
 from spanwise.overlap.costs.roofline import CostModel
+from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
-from spanwise.overlap.ir.dag import GraphError
 from tests.lockstep import Lockstep
 from tests.overlap.split.test_rewrite import SMALL, error, graphs_of, graphs_on, step
 from tests.overlap.test_optimize import state

@@ -1,4 +1,4 @@
-"""Intervals: when each node of a `Dag` runs in a given order. `simulate` makes them."""
+"""Intervals: when each node of a `Dag` runs in an order of it. `engine.simulate` makes them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from spanwise.overlap.ir.dag import Dag, rounding
+from spanwise.overlap.dag import Dag, rounding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Intervals:
     """When the nodes of `dag` run if they are issued in `order`.
 
-    The public class is `simulate.Timeline`. This base of it has no method that leads to `explain`, so that the modules
+    The public class is `engine.Timeline`. This base of it has no method that leads to `explain`, so that the modules
     there can import it.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Dag: a step as plain data: work on the compute stream, and collectives on the streams of their process groups.
 
-`fx.graph` makes one from an fx graph; tests make one by hand. `simulate` runs an order of it, `bounds` bounds every
-order from below, and `search.schedule` looks for a good one. Nodes are numbered in an order that respects all
-dependencies: the graph's own.
+`fx.graph` makes one from an fx graph; tests make one by hand. `engine` runs orders of it, `bounds` bounds every order
+from below, and `search` looks for a good one. Nodes are numbered in an order that respects all dependencies: the
+graph's own.
 
 The model: one in-order compute stream, and one in-order stream for each process group. A start launches its collective
 when the compute stream reaches it, and takes no time there. A wait blocks the compute stream until the collective ends.
@@ -15,12 +15,12 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spanwise.overlap.ir.memory import Lifetimes, Storage
-from spanwise.overlap.ir.order import positions
+Order: TypeAlias = Sequence[int] | NDArray[np.int64]
 
 
 class Kind(enum.IntEnum):
@@ -71,6 +71,38 @@ class Node:
     deps: tuple[int, ...] = ()
     group: str = ""
     start: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory that a node allocates, or that the graph is given and may free.
+
+    Attributes:
+        num_bytes: its size.
+        maker: the node that allocates it; -1 for memory that is there when the graph begins.
+        users: nodes that read or write it; it is freed after the last of them. A wait uses all that its collective
+            reads and writes.
+        kept: whether it outlives the graph, as an output does.
+    """
+
+    num_bytes: int
+    maker: int
+    users: tuple[int, ...] = ()
+    kept: bool = False
+
+    def __post_init__(self) -> None:
+        if self.maker < 0 and (self.kept or not self.users):
+            raise ValueError("memory that the graph is given has users, after the last of which it is freed")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it is there when the graph begins, as a saved activation is when a backward does."""
+        return self.maker < 0
+
+    @property
+    def touched_by(self) -> tuple[int, ...]:
+        """Its maker and its users, each once, the maker first."""
+        return tuple(dict.fromkeys(self.users if self.maker < 0 else (self.maker, *self.users)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,9 +198,37 @@ class Dag:
         return np.array([dep for deps in self.unique_deps for dep in deps], np.int64), following
 
     @functools.cached_property
-    def lifetimes(self) -> Lifetimes:
-        """When the storages open and close, for any order."""
-        return Lifetimes(len(self), self.storages)
+    def allocated(self) -> NDArray[np.int64]:
+        """Bytes that each node allocates, int64 ``[n]``."""
+        found = np.zeros(len(self), np.int64)
+        for storage in self.storages:
+            if not storage.is_given:
+                found[storage.maker] += storage.num_bytes
+        return found
+
+    @functools.cached_property
+    def touched(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The nodes that touch each storage, all in one array, and where those of each begin; the maker is first."""
+        touched = [storage.touched_by for storage in self.storages]
+        begins = np.cumsum([0, *map(len, touched)], dtype=np.int64)
+        return np.array([node for of_one in touched for node in of_one], np.int64), begins
+
+    def alive_bytes(self, order: Order | None = None) -> NDArray[np.int64]:
+        """Bytes alive while each node runs, by its position in an order or the graph's own; int64 ``[n]``.
+
+        A node's results count together with the arguments that it frees. A storage without users is freed at once.
+        Bytes count from what was alive when the graph began: where it has freed memory that it was given, fewer than 0.
+        """
+        change = np.zeros(len(self) + 1, np.int64)
+        if self.storages:
+            nodes, begins = self.touched
+            at = nodes if order is None else positions(order)[nodes]
+            num_bytes = np.array([storage.num_bytes for storage in self.storages], np.int64)
+            given = np.array([storage.is_given for storage in self.storages])
+            kept = np.array([storage.kept for storage in self.storages])
+            np.add.at(change, at[begins[:-1]][~given], num_bytes[~given])
+            np.subtract.at(change, (np.maximum.reduceat(at, begins[:-1]) + 1)[~kept], num_bytes[~kept])
+        return change[:-1].cumsum()
 
     def slower(self, multiplier: float) -> Dag:
         """The same with collectives that take `multiplier` times as long."""
@@ -182,7 +242,7 @@ class Dag:
         """Milliseconds of all work on the compute stream."""
         return float(self.ms[self.kinds == Kind.COMPUTE].sum())
 
-    def check_order(self, order: Sequence[int]) -> None:
+    def check_order(self, order: Order) -> None:
         """Check that `order` has every node once (``ValueError``), each after its dependencies (``GraphError``)."""
         if not np.array_equal(np.sort(np.asarray(order, np.int64)), np.arange(len(self))):
             raise ValueError(f"an order of {len(self)} nodes has each of them once, got {len(order)} numbers")
@@ -193,11 +253,52 @@ class Dag:
             node, dep = self.nodes[following[wrong[0]]], self.nodes[deps[wrong[0]]]
             raise GraphError(node.name, f"it comes before {dep.name!r}, on which it depends")
 
-    def peak_bytes(self, order: Sequence[int] | None = None) -> int:
-        """Most bytes alive at once, in the given order or the graph's own; see `memory.Lifetimes`."""
-        return self.lifetimes.peak(order)
+    def peak_bytes(self, order: Order | None = None) -> int:
+        """Most bytes alive at once, in the given order or the graph's own; see `alive_bytes`."""
+        return int(self.alive_bytes(order).max(initial=0))
+
+    @functools.cached_property
+    def flight_sizes(self) -> NDArray[np.int64]:
+        """What each collective takes between its start and its wait: 1, and its bytes; int64 ``[n, 2]``, 0 for others.
+
+        The bytes are those of the storages that it makes, reads or writes. A collective without a wait takes nothing.
+        """
+        found = np.zeros((len(self), 2), np.int64)
+        found[list(self.wait_of), 0] = 1
+        for storage in self.storages:
+            for node in storage.touched_by:
+                if found[node, 0]:
+                    found[node, 1] += storage.num_bytes
+        return found
+
+    def peak_in_flight(self, order: Order | None = None) -> dict[str, tuple[int, int]]:
+        """Most collectives, and most of their bytes, in flight at once in each group, in an order or the graph's own.
+
+        A bucket is one collective, with all of its bytes. A collective without a wait is not counted.
+        """
+        now = {group: np.zeros(2, np.int64) for group in self.groups}
+        most = {group: np.zeros(2, np.int64) for group in self.groups}
+        for i in range(len(self)) if order is None else order:
+            node = self.nodes[i]
+            if node.kind == Kind.START:
+                now[node.group] += self.flight_sizes[i]
+                most[node.group] = np.maximum(most[node.group], now[node.group])
+            elif node.kind == Kind.WAIT:
+                now[self.nodes[node.start].group] -= self.flight_sizes[node.start]
+        return {group: (int(count), int(num_bytes)) for group, (count, num_bytes) in most.items()}
 
 
 def rounding(ms: float) -> float:
     """Milliseconds below which a difference is rounding, for sums of about `ms`."""
     return 1e-9 * max(1.0, ms)
+
+
+def positions(order: Order) -> NDArray[np.int64]:
+    """The position of each number from 0 to n - 1 in an order of them, int64 ``[n]``.
+
+    >>> positions([2, 0, 1]).tolist()
+    [1, 2, 0]
+    """
+    found = np.empty(len(order), np.int64)
+    found[np.asarray(order, np.int64)] = np.arange(len(order))
+    return found

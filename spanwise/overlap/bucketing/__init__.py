@@ -1,1 +1,0 @@
-"""Which collectives become one."""

@@ -1,0 +1,216 @@
+"""Buckets: several collectives of a `Dag` as one, so that latency is paid once and fewer kernels are launched.
+
+    dag, schedule ─► bucket ─► merged dag, its schedule ─► fx.emit
+
+Neighbours on a stream are merged, many pairs at once. A batch that makes the step longer is halved until the pairs at
+fault are found (group testing). Then the merged dag is scheduled again, and merging goes on from its order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from spanwise.overlap.arrays import Floats, Ints, Run, graph_of, limits_of
+from spanwise.overlap.dag import Dag, GraphError, positions
+from spanwise.overlap.engine import replay, side_by_side, simulate
+from spanwise.overlap.quotient import Quotient, alone, in_units, rings, skipped
+from spanwise.overlap.search import Schedule, default_effort, flight_limits, schedule
+
+Bucket = tuple[int, ...]
+
+_ROUNDS = 2  # of merges and a new schedule
+#: Shares of the makespan that one bucket may take. Short buckets leave slow links enough launches to overlap with.
+_LONGEST = (math.inf, 1 / 32)
+_WORTH = 0.995  # of the makespan: below that, shorter buckets are taken, which are more launches
+_NEAR, _TRIALS, _SMALL = 4, 32, 100  # pairs so near are tried one by one, so many in vain, in graphs of so few nodes
+_EFFORT = 12  # of the schedules with buckets, which start from a good order
+_ROUNDING = 1e-9
+
+
+def bucket(
+    dag: Dag,
+    found: Schedule,
+    keys: Sequence[Hashable | None],
+    merged_ms: Callable[[list[int]], float],
+    *,
+    multiplier: float = 1.0,
+    in_flight: int | None = None,
+    in_flight_bytes: int | None = None,
+    effort: int | None = None,
+    quick: bool = False,
+) -> tuple[Quotient, Schedule]:
+    """Merge collectives of equal keys where that shortens the makespan, or keeps it and saves launches.
+
+    Args:
+        found: schedule of `dag`. The result keeps its budget and does not exceed its makespan.
+        keys: by node; the starts of a bucket have equal keys. None for a start that must not be merged.
+        merged_ms: milliseconds of the collective that some starts, by number, become.
+        multiplier, in_flight, in_flight_bytes, effort: as in `schedule`, for the new schedule. A bucket is one
+            collective in flight, with all of its bytes. If `found` exceeds a limit, its own peak is the limit.
+        quick: one round, to compare graphs.
+
+    Returns:
+        The merged dag and a schedule of it; if no bucket pays, `dag` itself and `found`.
+
+    Raises:
+        GraphError: `merged_ms` is negative or not finite; names the first start.
+        ValueError: the number of keys is not the number of nodes.
+
+    Examples:
+        >>> from spanwise.overlap.dag import Kind, Node
+        >>> nodes = [Node(name, Kind.START, 1.0, group="dp") for name in "ab"]
+        >>> nodes += [Node(f"wait {i}", Kind.WAIT, deps=(i,), start=i) for i in (0, 1)]
+        >>> dag = Dag((*nodes, Node("sum", Kind.COMPUTE, 1.0, (2, 3))))
+        >>> merged, found = bucket(dag, schedule(dag), ["dp", "dp", None, None, None], lambda starts: 1.5)
+        >>> merged.launches, found.timeline.makespan
+        (1, 2.5)
+    """
+    if len(keys) != len(dag):
+        raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
+    flights = flight_limits(dag, found.order, in_flight, in_flight_bytes)
+    merger = _Merger(dag, keys, merged_ms, found.budget, flights)
+    options: dict[str, Any] = {"multiplier": multiplier, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
+    effort = min(_EFFORT, default_effort(dag) if effort is None else effort)
+
+    def scheduled(buckets: list[Bucket], order: Ints) -> tuple[Quotient, Schedule]:
+        quotient = merger.quotient(buckets, order)
+        own = simulate(quotient.dag)
+        return quotient, schedule(quotient.dag, budget=found.budget, before=own, effort=effort, **options)
+
+    best: tuple[Quotient, Schedule] = alone(dag), found
+    for share in _LONGEST[: 1 if quick else None]:
+        if share < math.inf and best[1] is found:
+            break
+        buckets: list[Bucket] = [(i,) for i in dag.starts]
+        longest, order, now = share * found.timeline.makespan, found.timeline.order, (alone(dag), found)
+        trials = _TRIALS if effort and not quick and len(dag) <= _SMALL else 0
+        todo = merger.near(buckets, order)
+        while todo and trials > 0:  # what is shorter comes before what only saves launches
+            pair = todo.pop()
+            if not merger.pays(*pair, longest):
+                continue
+            new = [one for one in buckets if one not in pair] + [tuple(sorted(pair[0] + pair[1]))]
+            run = merger.run(new, order)
+            if run is None:
+                continue
+            trial, trials = scheduled(new, run.order), trials - 1
+            if trial[1].timeline.makespan < now[1].timeline.makespan * (1 - _ROUNDING):
+                buckets, now = new, trial
+                order = np.array(now[0].expand(now[1].order), np.int64)
+                todo = merger.near(buckets, order)
+        for _ in range(1 if quick else _ROUNDS):
+            new, order = merger.merged(buckets, order, longest, now[1].timeline.makespan)
+            if new == buckets:
+                break
+            buckets, now = new, scheduled(new, order)
+            order = np.array(now[0].expand(now[1].order), np.int64)
+        if best[1] is found or now[1].timeline.makespan < _WORTH * best[1].timeline.makespan:
+            best = now
+    return best
+
+
+class _Merger:
+    """Merges neighbours while an order with them keeps its makespan and all limits."""
+
+    def __init__(
+        self,
+        dag: Dag,
+        keys: Sequence[Hashable | None],
+        price: Callable[[list[int]], float],
+        budget: int,
+        flights: Floats,
+    ) -> None:
+        self.dag, self.keys, self.price = dag, keys, price
+        self.graph = graph_of(dag)
+        self.limits = limits_of(dag, range(len(dag)), budget, flights)
+        self.known: dict[Bucket, float] = {(i,): dag.nodes[i].ms for i in dag.starts}
+
+    def ms(self, bucket: Bucket) -> float:
+        """Milliseconds of a bucket; ``GraphError`` if its price is no number of them."""
+        if bucket not in self.known:
+            ms = self.price(list(bucket))
+            if not 0 <= ms < math.inf:
+                name = self.dag.nodes[bucket[0]].name
+                raise GraphError(name, f"merged with {len(bucket) - 1} more, it would cost {ms} ms")
+            self.known[bucket] = ms
+        return self.known[bucket]
+
+    def merged(self, buckets: list[Bucket], order: Ints, longest: float, limit: float) -> tuple[list[Bucket], Ints]:
+        """More merges of `buckets` that take no longer than `limit` milliseconds, and the order with them."""
+        refused: set[tuple[Bucket, Bucket]] = set()
+        changed = True
+        while changed:
+            changed = False
+            for odd in (0, 1):
+                todo = [self.pairs(buckets, order, odd, 2)]
+                while todo:
+                    pairs = [pair for pair in todo.pop() if pair not in refused and self.pays(*pair, longest)]
+                    if not pairs:
+                        continue
+                    gone = {one for pair in pairs for one in pair}
+                    new = [one for one in buckets if one not in gone]
+                    new += [tuple(sorted(a + b)) for a, b in pairs]
+                    run = self.run(new, order, limit * (1 + _ROUNDING))
+                    if run is not None and run.makespan <= limit * (1 + _ROUNDING):
+                        buckets, order, changed = new, run.order, True
+                        limit = min(limit, run.makespan)
+                    elif len(pairs) > 1:
+                        half = len(pairs) // 2
+                        todo += [pairs[half:], pairs[:half]]
+                    else:
+                        refused.add(pairs[0])
+        return buckets, order
+
+    def near(self, buckets: Sequence[Bucket], order: Ints) -> list[tuple[Bucket, Bucket]]:
+        """Pairs of buckets of a key, the nearest ones last."""
+        return [pair for gap in range(_NEAR, 0, -1) for pair in self.pairs(buckets, order, gap=gap)]
+
+    def pairs(
+        self, buckets: Sequence[Bucket], order: Ints, first: int = 0, step: int = 1, gap: int = 1
+    ) -> list[tuple[Bucket, Bucket]]:
+        """Pairs of buckets of a key, `gap` apart in the order; every second pair with a step of 2."""
+        place = {i: at for at, i in enumerate(order.tolist())}
+        alike: dict[Hashable, list[Bucket]] = {}
+        for one in sorted(buckets, key=lambda one: place[one[0]]):
+            if self.keys[one[0]] is not None and one[0] in self.dag.wait_of:
+                alike.setdefault(self.keys[one[0]], []).append(one)
+        return [pair for of in alike.values() for pair in zip(of[first::step], of[first + gap :: step], strict=False)]
+
+    def pays(self, one: Bucket, other: Bucket, longest: float) -> bool:
+        """Whether two buckets take no longer together than one after the other, nor longer than `longest`."""
+        together = self.ms(tuple(sorted(one + other)))
+        return together <= longest and together <= (self.ms(one) + self.ms(other)) * (1 + _ROUNDING)
+
+    def run(self, buckets: Sequence[Bucket], order: Ints, limit: float = 0.0) -> Run | None:
+        """The order with these buckets, each where its last member is, or else, if it exceeds `limit`, its first.
+
+        The members of a bucket are side by side, and the first of them takes all the time.
+        """
+        joint = [one for one in buckets if len(one) > 1]
+        ring, best = rings(self.dag, joint), None
+        for late in (skipped(self.dag, joint, order), order[:0]):
+            found, at_fault = side_by_side(self.graph, order, ring, late)
+            if at_fault >= 0:
+                return None
+            ms, flight = self.graph.ms.copy(), self.graph.flight.copy()
+            place = positions(found).tolist()
+            for one in joint:
+                first = min(one, key=place.__getitem__)
+                ms[list(one)] = 0.0
+                ms[first] = self.ms(one)
+                flight[[i for i in one if i != first], 0] = 0
+            run = replay(self.graph._replace(ms=ms, flight=flight), self.limits, found)
+            if run.makespan < (best.makespan if best else math.inf):
+                best = run
+            if run.makespan <= limit:
+                break
+        return best
+
+    def quotient(self, buckets: Sequence[Bucket], order: Ints) -> Quotient:
+        """The merged dag of an order in which the members of each bucket are side by side."""
+        joint = [one for one in buckets if len(one) > 1]
+        return in_units(self.dag, order, rings(self.dag, joint), {one[0]: self.ms(one) for one in joint})

@@ -1,0 +1,167 @@
+"""Heaps, trees of maxima over ranges, and orders with nodes side by side, in compiled code: the tools of `machine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numba import njit  # type: ignore[import-untyped, unused-ignore]
+
+GONE = -(2**61)  # bytes of a position that no longer counts: no later sum comes near zero
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled(function: _Function) -> _Function:
+    """The function as machine code, kept on disk where that is possible."""
+    try:
+        fast = njit(cache=True)(function)
+    except RuntimeError:  # no writable place for the cache: a read-only installation without a home
+        fast = njit(function)
+    return cast(_Function, fast)
+
+
+def inlined(function: _Function) -> _Function:
+    """The function as a part of compiled ones: calls count references to every array that they pass, 1 us a node."""
+    return cast(_Function, njit(inline="always")(function))
+
+
+@compiled
+def push(heaps, sizes, row, item):  # type: ignore[no-untyped-def]
+    """Add an item to one of the heaps, which are rows."""
+    at = sizes[row]
+    while at > 0 and heaps[row, (at - 1) >> 1] > item:
+        heaps[row, at] = heaps[row, (at - 1) >> 1]
+        at = (at - 1) >> 1
+    heaps[row, at] = item
+    sizes[row] += 1
+
+
+@compiled
+def pop(heaps, sizes, row):  # type: ignore[no-untyped-def]
+    """Remove and return the smallest item of a heap."""
+    size = sizes[row] - 1
+    top, item, at = heaps[row, 0], heaps[row, size], 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and heaps[row, child + 1] < heaps[row, child]:
+            child += 1
+        if item <= heaps[row, child]:
+            break
+        heaps[row, at] = heaps[row, child]
+        at = child
+    heaps[row, at] = item
+    sizes[row] = size
+    return top
+
+
+@compiled
+def new_tree(values):  # type: ignore[no-untyped-def]
+    """A tree of maxima over these values, and its marks; empty for no values."""
+    size = 1
+    while size < len(values) + 2 and len(values):
+        size *= 2
+    tree = np.full(2 * size, GONE)
+    tree[size + 1 : size + 1 + len(values)] = values
+    for at in range(size - 1, 0, -1):
+        tree[at] = max(tree[2 * at], tree[2 * at + 1])
+    return tree, np.zeros(2 * size, np.int64)
+
+
+@compiled
+def most(tree, marks, first, end):  # type: ignore[no-untyped-def]
+    """Most bytes over the positions from `first` to before `end`; `marks` of a parent are bytes of all below it."""
+    size = len(tree) // 2
+    left, right = first + size, end + size + 1
+    of_left, of_right = GONE, GONE
+    while left ^ right ^ 1:
+        if not left & 1:
+            of_left = max(of_left, tree[left ^ 1])
+        if right & 1:
+            of_right = max(of_right, tree[right ^ 1])
+        left >>= 1
+        right >>= 1
+        of_left += marks[left]
+        of_right += marks[right]
+    found = max(of_left, of_right)
+    while left > 1:
+        left >>= 1
+        found += marks[left]
+    return found
+
+
+@compiled
+def add(tree, marks, first, end, num_bytes):  # type: ignore[no-untyped-def]
+    """Add bytes to the positions from `first` to before `end`."""
+    if first >= end:
+        return
+    size = len(tree) // 2
+    left, right = first + size, end + size + 1
+    while left ^ right ^ 1:
+        if not left & 1:
+            tree[left ^ 1] += num_bytes
+            marks[left ^ 1] += num_bytes
+        if right & 1:
+            tree[right ^ 1] += num_bytes
+            marks[right ^ 1] += num_bytes
+        left >>= 1
+        right >>= 1
+        tree[left] = max(tree[2 * left], tree[2 * left + 1]) + marks[left]
+        tree[right] = max(tree[2 * right], tree[2 * right + 1]) + marks[right]
+    while left > 1:
+        left >>= 1
+        tree[left] = max(tree[2 * left], tree[2 * left + 1]) + marks[left]
+
+
+@compiled
+def _in_ring(ring, member, node):  # type: ignore[no-untyped-def]
+    at = ring[node]
+    while at != node and at != member:
+        at = ring[at]
+    return at == member
+
+
+@compiled
+def side_by_side(graph, order, ring, skipped):  # type: ignore[no-untyped-def]
+    """An order in which the members of each ring are side by side, where the first of them comes, or what follows it.
+
+    What a member depends on moves in front of it. `skipped` members do not bring their ring with them.
+
+    Returns:
+        The order, and -1; or a node whose ring would wait for itself.
+    """
+    count = len(order)
+    found, size, num_found = np.empty(count, np.int64), 0, 0
+    state = np.zeros(count, np.int8)  # 1: its ring waits for what it depends on; 2: done
+    waits_for_others = np.zeros(count, np.bool_)
+    waits_for_others[skipped] = True
+    stack = np.empty(len(graph.deps) + 1, np.int64)
+    for wanted in order:
+        if state[wanted] or waits_for_others[wanted]:
+            continue
+        stack[0], size = wanted, 1
+        while size:
+            node = stack[size - 1]
+            member, done = node, state[node]
+            if done:
+                size -= 1
+            if done == 2:
+                continue
+            while True:
+                state[member] += 1
+                if done:
+                    found[num_found] = member
+                    num_found += 1
+                else:
+                    for at in range(graph.deps_at[member + 1] - 1, graph.deps_at[member] - 1, -1):
+                        dep = graph.deps[at]
+                        if state[dep] == 1 or _in_ring(ring, dep, node):
+                            return found, member if ring[member] != member else dep
+                        if state[dep] == 0:
+                            stack[size] = dep
+                            size += 1
+                member = ring[member]
+                if member == node:
+                    break
+    return found, -1

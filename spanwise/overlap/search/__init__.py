@@ -1,1 +1,0 @@
-"""Orders of a dag: list schedules within limits."""
