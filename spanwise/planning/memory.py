@@ -40,7 +40,7 @@ def resident_and_saved(plan: PlanData, mask: str, what: str = "resident_bytes()"
     plan.require_shape(what)
     route, token_bytes = plan.route(mask), kv_token_bytes(plan)
     kept = route.tokens.sum(axis=(0, 2)) * plan.keep_kv
-    most = np.maximum(route.most_held(keep=plan.keep_kv), kept) if route.steps else kept
+    most = np.maximum(route.most_held(keep=plan.keep_kv), kept) if route.sources else kept
     exchanging, after = (np.repeat(tokens, plan.inner) * token_bytes for tokens in (most, kept))
     if plan.inner == 1:
         return exchanging, after

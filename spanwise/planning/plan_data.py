@@ -278,7 +278,7 @@ class PlanData:
         >>> spanwise.make_plan(spanwise.SpanMask.causal(64), 2, exchange="needed", stages=2, block_size=8).num_chunks()
         2
         """
-        return len(self.route(mask).steps)
+        return len(self.route(mask).sources)
 
     def recv_tokens(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``."""

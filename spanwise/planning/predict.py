@@ -59,7 +59,7 @@ def simulate(plan: PlanData, mask: str) -> timeline.Timeline:
     forward, backward = _attention(plan, mask, route)
 
     # Copies; `copy` is the seconds of a byte. Query rows and keys are those of the rank's group.
-    copy, steps = plan.hardware.copy_seconds(1.0), len(route.steps) > 0
+    copy, steps = plan.hardware.copy_seconds(1.0), len(route.sources) > 0
     num_heads, v_dim = plan.attention_shape[0] // inner, plan.attention_shape[3]
     queries, keys, sent = (np.repeat(each, inner) for each in (plan.query_rows, route.held, route.packed.sum(axis=0)))
     received = _over_ranks(plan, route.padded).sum(axis=2).T
@@ -134,7 +134,7 @@ def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
     Elsewhere in proportion to tokens; every chunk has nearly the proportions of the whole.
     """
     tokens = _over_ranks(plan, route.tokens).sum(axis=2).T
-    if len(route.steps) > 1 and tokens.sum() > plan.needed_tokens(mask).sum():
+    if len(route.sources) > 1 and tokens.sum() > plan.needed_tokens(mask).sum():
         areas = [pairs_over(plan.mask(mask), plan.groups, _by_row(step.moves), plan.batch_size) for step in route.steps]
         return np.repeat(np.stack(areas, axis=1), plan.inner, axis=0).astype(np.float64)
     remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)

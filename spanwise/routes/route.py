@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -81,18 +82,30 @@ class Route:
     Tokens are summed over batch rows.
 
     Attributes:
-        steps: in the order in which they run and attention reads what they bring.
+        make: makes the `steps`, when they are first needed.
         layout: the keys that each group holds.
         rows: batch rows of the moves.
         batch_size: of the plan, a multiple of `rows`.
         exact: whether the exchange moves only what is read; its rows always have an index, as compiled graphs want it.
+        counted: `tokens` of one batch row, where they were counted without moves; then all steps are from owners.
     """
 
-    steps: tuple[Step, ...]
+    make: Callable[[], tuple[Step, ...]]
     layout: Layout
     rows: int
     batch_size: int
     exact: bool = False
+    counted: Int64 | None = None
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """In the order in which they run and attention reads what they bring."""
+        return self.make()
+
+    @functools.cached_property
+    def sources(self) -> list[int]:
+        """The source of each step."""
+        return [step.source for step in self.steps] if self.counted is None else [-1] * len(self.counted)
 
     @property
     def num_groups(self) -> int:
@@ -102,6 +115,8 @@ class Route:
     @functools.cached_property
     def tokens(self) -> Int64:
         """Tokens of each step and pair of groups, int64 ``[n, G receivers, G senders]``."""
+        if self.counted is not None:
+            return self.counted * (self.batch_size // self.rows)
         size = self.num_groups
         found = np.zeros((len(self.steps), size, size), np.int64)
         for table, step in zip(found, self.steps, strict=True):
@@ -123,12 +138,12 @@ class Route:
     @functools.cached_property
     def chained(self) -> bool:
         """Whether some group passes rows on, so that a step waits for the one before."""
-        return any(step.source >= 0 for step in self.steps)
+        return any(source >= 0 for source in self.sources)
 
     @functools.cached_property
     def gathered(self) -> bool:
         """Whether a step is an all-gather; then it is the only one."""
-        return any(gathers(step) for step in self.steps)
+        return self.counted is None and any(gathers(step) for step in self.steps)
 
     @functools.cached_property
     def of_shards(self) -> bool:
@@ -149,7 +164,7 @@ class Route:
             rows = [step.moves[step.moves[:, ROW] == row] for row in np.unique(step.moves[:, ROW])]
             cut = [_cut_by_owner(self.layout, int(each[0, ROW]), each[:, RECEIVER], each[:, START:]) for each in rows]
             steps.append(Step(-1, step.moves if step.source < 0 else np.concatenate(cut)))
-        return Route(tuple(steps), self.layout, self.rows, self.batch_size)
+        return Route(lambda: tuple(steps), self.layout, self.rows, self.batch_size)
 
     @functools.cached_property
     def joined(self) -> Int64:
@@ -169,7 +184,7 @@ class Route:
         Args:
             keep: whether chunks are kept for the backward.
         """
-        count, came, left = len(self.steps), self.padded.sum(axis=2), self.packed
+        count, came, left = len(self.sources), self.padded.sum(axis=2), self.packed
         change = np.zeros((3 * count + 2, self.num_groups), np.int64)
 
         def lives(tokens: Int64, first: int, until: int) -> None:
@@ -177,14 +192,14 @@ class Route:
             change[until] -= tokens
 
         end = 3 * count + 1
-        waits = [3 * i + 1 for i, step in enumerate(self.steps) if step.source < 0]
+        waits = [3 * i + 1 for i, source in enumerate(self.sources) if source < 0]
         if not self.gathered:  # there they are padded before anything arrives
             lives(self.held, 0, max(waits, default=1) if self.of_shards else 1)  # own rows, packed
-        for i, step in enumerate(self.steps):
-            begin, used = 3 * step.source + 2 if step.source >= 0 else 0, end if keep else 3 * i + 3
+        for i, source in enumerate(self.sources):
+            begin, used = 3 * source + 2 if source >= 0 else 0, end if keep else 3 * i + 3
             lives(left[i], begin, 3 * i + 1)
             if self.of_shards:  # a shard stays where it came until it has been passed on
-                passed = [3 * j + 1 for j, later in enumerate(self.steps) if later.source == i]
+                passed = [3 * j + 1 for j, later in enumerate(self.sources) if later == i]
                 lives(came[i], begin, max(used, *passed, 0))
                 continue
             lives(came[i] + (left[i] if self.gathered else 0), begin, 3 * i + 3)
@@ -200,7 +215,7 @@ class Route:
     def packed(self) -> Int64:
         """Tokens that each group copies for each step before they leave; int64 ``[n, G]``."""
         if self.of_shards:
-            return np.zeros((len(self.steps), self.num_groups), np.int64)
+            return np.zeros((len(self.sources), self.num_groups), np.int64)
         found = self.padded.sum(axis=1)
         if self.gathered:
             found[:] = self.padded.max()

@@ -164,6 +164,17 @@ def test_traffic(problem: tuple[Plan, Dense]) -> None:
     assert plan.recv_tokens().tolist() == traffic.sum(axis=1).tolist()
 
 
+@given(problems(exchange="needed"), st.sampled_from([1, 2, 4]))
+def test_tokens_counted_without_moves_are_those_of_the_moves(problem: tuple[Plan, Dense], stages: int) -> None:
+    plan, _ = problem
+    for name in plan.masks:
+        route = plan.replace(stages=stages).route(name)
+        if plan.exchange == "ulysses":
+            continue
+        assert route.counted is not None and len(route.sources) == len(route.steps)
+        assert dataclasses.replace(route, counted=None).tokens.tolist() == route.tokens.tolist()
+
+
 @given(problems(exchange="ring"))
 def test_hops(problem: tuple[Plan, Dense]) -> None:
     """What each hop brings, and how much of the mask lies on it."""
