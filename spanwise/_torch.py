@@ -87,7 +87,11 @@ def start_all_to_all(
 
 def _by_messages(x: torch.Tensor, name: str) -> bool:
     """Whether ranks send to each rank. Selective checkpointing, which decides by operators, sees an operator."""
-    if type(x) is not torch.Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
+    # Parameters and other subclasses without a dispatcher of their own are plain tensors: padding makes some ranks'
+    # rows plain, and all ranks must decide alike.
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     selects = any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)

@@ -47,7 +47,7 @@ def _attention(
         columns = torch.cat([scores, sinks.reshape(1, len(sinks), 1, -1).expand(b, h, t, -1)], -1)
     some = (columns > -math.inf).any(-1)
     lse = torch.where(some, torch.logsumexp(torch.where(some[..., None], columns, 0.0), -1), -math.inf)
-    weights = torch.where(seen, torch.exp(torch.where(seen, scores, 0.0) - torch.where(some, lse, 0.0)[..., None]), 0.0)
+    weights = torch.exp(scores - torch.where(some, lse, 0.0)[..., None])  # -inf where nothing is seen
     return torch.einsum("bhtk,bhkd->bhtd", weights, v), lse, weights, scores
 
 

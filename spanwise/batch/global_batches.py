@@ -75,7 +75,7 @@ class GlobalBatches:
     >>> batches = spanwise.GlobalBatches([400, 9000, 20, 700, 3000], num_ranks=4, tokens_per_rank=2560)
     >>> for batch in batches:
     ...     print(batch.pieces[:, 0].tolist(), batch.num_tokens, batch.plan.layout.tokens_per_rank.tolist())
-    [0, 1, 2, 3] 10120 [2440, 2560, 2560, 2560]
+    [0, 1, 2, 3] 10120 [2530, 2530, 2530, 2530]
     [4] 3000 [750, 750, 750, 750]
     """
 

@@ -158,9 +158,10 @@ def one_rank_case(**wanted: Any) -> Case:
 @pytest.fixture(scope="module")
 def full() -> Case:
     """A case with all results, and a mask under which no row is empty."""
-    case = one_rank_case(refusal=None, dtype="float64", batch=1, q_len=20, kv_len=20, rank_plan=False)
-    full = MaskCase("full", {"q_len": case.q_len, "kv_len": case.kv_len})
+    case = one_rank_case(refusal=None, batch=1)
+    full = MaskCase("full", {"q_len": 20, "kv_len": 20})
     options = {"sinks": 1, "lse": True, "max_logit": True, "gradients": True, "bias": None, "scale": None}
+    options |= {"q_len": 20, "kv_len": 20, "dtype": "float64", "rank_plan": False, "cu_seqlens": None}
     return dataclasses.replace(case, masks={"default": full}, mask="default", balancer="contiguous", **options)
 
 
