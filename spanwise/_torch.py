@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -86,8 +87,10 @@ def start_all_to_all(
 
 
 def _by_messages(x: torch.Tensor, name: str) -> bool:
-    """Whether ranks send to each rank. Selective checkpointing, which decides by operators, sees an operator."""
+    """Whether ranks send to each rank. What decides by operators sees one: selective checkpointing, make_fx."""
     if type(x) is not torch.Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if get_proxy_mode() is not None:  # a trace with real tensors would keep what came as constants
         return False
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     selects = any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)
