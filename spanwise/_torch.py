@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -86,12 +87,14 @@ def start_all_to_all(
 
 
 def _by_messages(x: torch.Tensor, name: str) -> bool:
-    """Whether ranks send to each rank. Selective checkpointing, which decides by operators, sees an operator."""
+    """Whether ranks send to each rank. What decides by operators sees one: selective checkpointing, make_fx."""
     # Parameters and other subclasses without a dispatcher of their own are plain tensors: padding makes some ranks'
     # rows plain, and all ranks must decide alike.
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    if get_proxy_mode() is not None:  # a trace with real tensors would keep what came as constants
         return False
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     selects = any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes)

@@ -188,11 +188,13 @@ class _Merger:
     def run(self, buckets: Sequence[Bucket], order: Ints, limit: float = 0.0) -> Run | None:
         """The order with these buckets, each where its last member is, or else, if it exceeds `limit`, its first.
 
-        The members of a bucket are side by side, and the first of them takes all the time.
+        Its wait is where the first one was, which frees memory and flights, or at last where the last one was, which
+        stalls compute least. The members of a bucket are side by side, and the first of them takes all the time.
         """
         joint = [one for one in buckets if len(one) > 1]
         ring, best = rings(self.dag, joint), None
-        for late in (skipped(self.dag, joint, order), order[:0]):
+        starts, both = (skipped(self.dag, joint, order, waits=waits) for waits in (False, True))
+        for late in (starts, order[:0], both):
             found, at_fault = side_by_side(self.graph, order, ring, late)
             if at_fault >= 0:
                 return None

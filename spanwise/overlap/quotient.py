@@ -133,7 +133,7 @@ def merge(
         ms: milliseconds of each bucket.
         order: a legal order of `dag`'s nodes, which the merged dag follows; default: its own. A merged collective
             starts where the first of its members did; dependencies of the others are moved in front of it.
-        late: start it where the last of its members did instead, unless its wait comes before.
+        late: start it, and wait for it, where the last of its members did instead, unless something needs it before.
 
     Raises:
         GraphError: two nodes would wait for one another; names a member of the bucket at fault.
@@ -194,7 +194,11 @@ def rings(dag: Dag, buckets: Iterable[Sequence[int]]) -> Ints:
     return ring
 
 
-def skipped(dag: Dag, buckets: Iterable[Sequence[int]], order: Ints) -> Ints:
-    """Starts of buckets in which another one comes later in the order: they wait for that one."""
+def skipped(dag: Dag, buckets: Iterable[Sequence[int]], order: Ints, *, waits: bool = True) -> Ints:
+    """Starts, and waits, of buckets after which another one comes in the order: they come with the last one."""
     place = positions(order).tolist()
-    return np.array([i for bucket in buckets for i in sorted(bucket, key=place.__getitem__)[:-1]], np.int64)
+    found: list[int] = []
+    for bucket in buckets:
+        for of_ring in (bucket, [dag.wait_of[i] for i in bucket if waits and i in dag.wait_of]):
+            found += sorted(of_ring, key=place.__getitem__)[:-1]
+    return np.array(found, np.int64)

@@ -49,13 +49,15 @@ def test_members_start_where_the_first_one_did() -> None:
 
 
 def test_members_start_where_the_last_one_did() -> None:
-    """Unless one of them is waited for before."""
+    """Unless one of them is needed before."""
     dag = two_gathers()
     order = [3, 0, 1, 4, 5, 2, 6]
     assert merge(dag, [[0, 4]], [4.5], order, late=True).members == ((3,), (0, 4), (1, 5), (2,), (6,))
     other = Dag((*dag.nodes[:2], Node("work", C, 1.0), *(Node("b", S, group="dp"), Node("w", W, deps=(3,), start=3))))
     assert merge(other, [[0, 3]], [2.0], [0, 2, 3, 1, 4], late=True).members == ((2,), (0, 3), (1, 4))
     assert merge(other, [[0, 3]], [2.0], [0, 2, 3, 1, 4]).members == ((0, 3), (2,), (1, 4))
+    assert merge(other, [[0, 3]], [2.0], [0, 3, 1, 2, 4], late=True).members == ((0, 3), (2,), (1, 4))
+    assert merge(other, [[0, 3]], [2.0], [0, 3, 1, 2, 4]).members == ((0, 3), (1, 4), (2,))
 
 
 def test_a_merge_that_makes_a_cycle_names_the_node() -> None:
@@ -287,6 +289,19 @@ def test_launches_are_saved_where_compute_is_the_bottleneck() -> None:
     assert after.timeline.makespan <= 1.03 * lower_bounds(merged.dag).makespan
     assert merged.launches <= len(dag.starts) / 3 and after.timeline.peak_bytes <= budget
     assert len(asked) <= 2 * len(dag.starts)  # a price of fx nodes takes time
+
+
+def test_scatters_of_gradients_become_one() -> None:
+    """No wait is moved forward to the first of its bucket, where compute would stall."""
+    nodes = []
+    for layer in range(4):
+        nodes.append(Node(f"gradient of weight {layer}", C, 1.0, (4 * layer - 1,) if layer else ()))
+        nodes.append(Node(f"scatter {layer}", S, 0.6, (4 * layer,), "dp"))
+        nodes.append(Node(f"wait {layer}", W, deps=(4 * layer + 1,), start=4 * layer + 1))
+        nodes.append(Node(f"gradient of input {layer}", C, 1.0, (4 * layer - 1,) if layer else ()))
+    dag = Dag(tuple(nodes))
+    merged, found = bucket(dag, schedule(dag), kind_of(dag), lambda starts: 0.6)
+    assert merged.launches == 1 and found.timeline.makespan == pytest.approx(8.0)
 
 
 def test_a_bucket_that_costs_more_than_its_members_is_refused() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import spanwise.attention.compare  # noqa: F401  (its operators)
 from spanwise.overlap import _torch
 from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.fx.graph import Captured, to_dag
@@ -502,7 +503,7 @@ def test_collectives_stay_after_the_comparison_of_their_call(groups: dict[str, s
     def function(x: torch.Tensor, digest: torch.Tensor) -> Any:
         results = []
         for call in range(2):
-            torch.ops.spanwise.compare_call(digest, tp, f"call {call}", "", "", [1])
+            torch.ops.spanwise.compare_call(digest, tp, [0, 1], f"call {call}", "", [1], None)
             results.append(OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, tp)).sin())
         return results
 

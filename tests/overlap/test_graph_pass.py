@@ -309,7 +309,7 @@ def test_fake_ranks_do_not_compare() -> None:
 def test_collectives_may_be_cut(results: list[overlap.Result]) -> None:
     graphs = capture(dataclasses.replace(LLAMA, vocab=None))
     cost = CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
-    made = overlap.graph_pass(cost=cost, split=True, effort=1, on_result=results.append)(graphs.forward, ())
+    made = overlap.graph_pass(cost=cost, split=True, on_result=results.append)(graphs.forward, ())
     made.graph.lint()
     assert results[0].split is not None and results[0].split.is_cut
     starts = sum(node.target in operators.STARTS for node in made.graph.nodes)

@@ -81,7 +81,8 @@ def backward(
         delta = delta - grad_lse.unsqueeze(-1).to(dtype)
     delta = delta.masked_fill_(is_empty, 0).mul_(share)
     do, delta, shift, rows = (_by_query(x, k) for x in (do * share, delta, shift, q.to(dtype) * (scale * _LOG2_E)))
-    dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
+    # Contiguous, whatever k and v are, as compiled code is told.
+    dqs, dk, dv = list[Tensor](), keys.new_zeros(keys.shape), values.new_zeros(values.shape)
     for block in _blocks_of(start, end, q, k):
         own, read = block.rows, block.keys
         weights = _scores(rows, keys, block, k).sub_(shift[:, own]).exp2_()
@@ -112,7 +113,8 @@ def _by_query(x: Tensor, k: Tensor) -> Tensor:
 
 def _by_head(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """``[B * K, Q * G, D]`` as ``[B, H, Q, D]``."""
-    return x.view(*k.shape[:2], q.shape[2], -1, x.shape[2]).transpose(2, 3).reshape(*q.shape[:3], -1)
+    # Contiguous, as compiled code is told: with one K/V head the reshape is a view.
+    return x.view(*k.shape[:2], q.shape[2], -1, x.shape[2]).transpose(2, 3).reshape(*q.shape[:3], -1).contiguous()
 
 
 def _scores(rows: Tensor, keys: Tensor, block: _Block, k: Tensor) -> Tensor:
