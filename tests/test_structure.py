@@ -136,6 +136,15 @@ def test_files_and_functions_are_short() -> None:
     assert functions == set(LONG_FUNCTIONS)
 
 
+def test_planted_defects_fit_the_code() -> None:
+    from tests.mutants.__main__ import mutants
+
+    listed = mutants()
+    assert len({(mutant.folder, mutant.name) for mutant in listed}) == len(listed)
+    for mutant in listed:
+        assert ast.parse(mutant.planted((ROOT / mutant.file).read_text()))
+
+
 def test_public_names_are_imported_when_used() -> None:
     import spanwise
 
