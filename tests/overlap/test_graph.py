@@ -389,6 +389,32 @@ def test_items_of_tuples_with_other_things_among_them() -> None:
     assert max(first.users) == names.index("cos") and last.kept and not middle.kept
 
 
+def test_items_that_are_no_tensors_need_no_value() -> None:
+    """Attention of cuDNN returns two sizes; `make_fx` gives items of them no value."""
+    graph = Graph()
+    q = graph.placeholder("q")
+    found = graph.call_function(ATEN._scaled_dot_product_cudnn_attention.default, (q, q, q, None, True))
+    items = [graph.call_function(operator.getitem, (found, at)) for at in range(9)]
+    graph.output((items[0], items[4], items[6]))
+    with _torch.fake_mode():
+        q.meta["val"] = torch.empty(1, 1, 4, 4)
+        found.meta["val"] = (
+            torch.empty(1, 1, 4, 4),
+            torch.empty(4),
+            None,
+            None,
+            4,
+            4,
+            torch.empty(1),
+            torch.empty(2),
+            None,
+        )
+        for at in (0, 1, 6, 7):
+            items[at].meta["val"] = found.meta["val"][at]
+    dag = to_dag(fx.GraphModule(torch.nn.Module(), graph), one).dag
+    assert [storage.num_bytes for storage in dag.storages if storage.kept] == [64, 4] and dag.compute_ms == 1.0
+
+
 def test_items_of_tuples_that_are_written_out() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
         y = graph.call_function(ATEN.clone.default, (x,))

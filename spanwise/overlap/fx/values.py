@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.fx.operators import Role, Traits, traits
+from spanwise.overlap.fx.operators import Role, Traits, tensors_in, traits
 
 #: Start of the error for a node without a value.
 NO_VALUE = 'it has no meta["val"], which gives sizes and aliases'
@@ -25,11 +25,11 @@ def lacks_value(node: fx.Node, known: Traits) -> bool:
         return False
     if isinstance(node.target, _torch.OpOverload):
         return any("Tensor" in str(result.type) for result in node.target._schema.returns)
-    if node.target is operator.getitem:  # tracing gives None no value: gradients that nobody asked for
+    if node.target is operator.getitem:  # tracing gives items that are no tensors no value: None, sizes
         source, key = node.args
         whole = source.meta.get("val") if isinstance(source, fx.Node) else None
         if isinstance(whole, (list, tuple)) and isinstance(key, int) and key < len(whole):
-            return whole[key] is not None
+            return bool(tensors_in(whole[key]))
     return True
 
 
