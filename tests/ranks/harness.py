@@ -2,7 +2,8 @@
 
 ``run_ranks(4, fn)`` calls ``fn(rank, mesh)`` in four threads that share PyTorch's threaded process group and returns
 the four results. Collectives of `torch.distributed` and functional collectives work in it, forward and backward; P2P
-does not exist there, and collectives complete when they are called, so order and overlap are for `tests.ranks.gloo`.
+does not exist there, and a rank waits in a start until all have started, so order and overlap are for
+`tests.ranks.gloo`. But results come late: until a wait they hold NaN, and what was sent must not change.
 
 Threads share what a process shares: the default random generator, default dtype, warning filters. So generate data
 before the call, hand it in as arguments, and draw nothing inside. Grad mode and autocast are per thread and do not
@@ -28,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from tests.limits import HANG
 
@@ -86,7 +89,10 @@ def run_ranks(
     if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 asks for it all the same
         threaded.ThreadLocalWorld.comms = []
     try:
-        with mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", _start_checked):
+        with (
+            mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", _start_checked),
+            mock.patch.object(threaded.Collective, "join", _join_late),
+        ):
             for thread in threads:
                 thread.start()
             deadline = time.monotonic() + timeout
@@ -123,6 +129,7 @@ def _stacks(threads: Sequence[threading.Thread], timeout: float) -> str:
 
 
 _start_unchecked = threaded.ProcessLocalGroup._start_coll
+_join_at_once = threaded.Collective.join
 
 
 def _start_checked(collective: Any, pg: dist.ProcessGroup) -> Any:
@@ -132,6 +139,56 @@ def _start_checked(collective: Any, pg: dist.ProcessGroup) -> Any:
     if waiting.kind != (kind := _kind(collective)):
         raise RuntimeError(f"collectives do not match: rank {pg.rank()} calls {kind}, others wait in {waiting.kind}")
     return joined
+
+
+def _join_late(self: threaded.Collective, rank: int, data: Any) -> dist.Work:
+    """`Collective.join`, but the results are there after a wait. A broadcast's are at once: torch itself reads them."""
+    collective = self._collective.collective
+    results, sent = _results_and_sent(collective, data)
+    with torch.inference_mode(False), _disable_current_modes():
+        before = [(x, x.clone()) for x in map(_alias, sent)]
+    work = _join_at_once(self, rank, data)
+    return work if isinstance(collective, threaded.Broadcast) else _LateWork(self._collective.kind, results, before)
+
+
+def _results_and_sent(collective: Any, data: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that a collective writes, and those that it reads only."""
+    if isinstance(collective, (threaded.AllReduce, threaded.Broadcast)):
+        return list(data), []
+    return tree_leaves(data[0]), tree_leaves(data[1])
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """The memory of `x` in a tensor that autograd does not know: writing to it is no change of `x` in place."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+    )
+
+
+class _LateWork(dist.Work):
+    """Delivers the results of a collective when waited for; until then they hold NaN, integers nonsense."""
+
+    def __init__(self, kind: str, results: list[torch.Tensor], sent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.kind, self.sent = kind, sent
+        with torch.inference_mode(False), _disable_current_modes():
+            self.results = [(x, x.clone()) for x in map(_alias, results)]
+            for x, _ in self.results:
+                x.fill_(math.nan if x.is_floating_point() or x.is_complex() else _nonsense(x.dtype))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        results, sent, self.results, self.sent = self.results, self.sent, [], []
+        with torch.inference_mode(False), _disable_current_modes():
+            for x, arrived in results:
+                x.copy_(arrived)
+            for x, before in sent:
+                if not ((x == before) | ((x != x) & (before != before))).all():
+                    raise RuntimeError(f"{self.kind}: what was sent changed before the wait")
+        return True
+
+
+def _nonsense(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max - 1
 
 
 def _kind(collective: Any) -> str:

@@ -118,6 +118,39 @@ def test_uneven_all_to_all_forward_and_backward(num_ranks: int) -> None:
         assert torch.equal(grad, torch.cat(home))
 
 
+def test_results_are_not_there_before_a_wait() -> None:
+    def rank_fn(rank: int, mesh: DeviceMesh):
+        name = group_name(mesh)
+        started = [
+            ops.all_gather_into_tensor(torch.ones(2), 2, name),
+            ops.reduce_scatter_tensor(torch.ones(2), "sum", 2, name),
+            ops.all_reduce(torch.ones(2), "sum", name),
+            ops.all_to_all_single(torch.ones(2), [1, 1], [1, 1], name),
+        ]
+        early = [bool(x.isnan().all()) for x in started]
+        counts = ops.all_reduce(torch.ones(1, dtype=torch.int64), "sum", name)
+        early.append(counts.item() > 2)
+        waited = [ops.wait_tensor(x).mean().item() for x in started]
+        return early, waited, ops.wait_tensor(counts).item()
+
+    for early, waited, count in run_ranks(2, rank_fn):
+        assert early == [True] * 5
+        assert (waited, count) == ([1.0, 2.0, 2.0, 1.0], 2)
+
+
+def test_changing_what_was_sent_before_a_wait_is_an_error() -> None:
+    def rank_fn(rank: int, mesh: DeviceMesh) -> None:
+        x = torch.full((2,), float("nan"))  # equal to itself here
+        started = ops.all_gather_into_tensor(x, 2, group_name(mesh))
+        if rank == 1:
+            x[1] = 0
+        ops.wait_tensor(started)
+
+    with pytest.raises(RuntimeError, match="AllGather: what was sent changed before the wait") as raised:
+        run_ranks(2, rank_fn)
+    assert raised.value.rank == 1
+
+
 def test_two_axes() -> None:
     def rank_fn(rank: int, mesh: DeviceMesh):
         x = torch.tensor([float(rank)])
