@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 import spanwise
+from spanwise._torch import tree_map
 from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
 from spanwise.layouts.layout import Layout
 
@@ -33,14 +34,25 @@ _REMEDY = (
 )
 
 
+class _Plain:
+    """The tensor as a plain one. Dynamo takes what it reads from an attribute, not the tensor, as input of a graph."""
+
+    def __get__(self, x: torch.Tensor, owner: Any = None) -> torch.Tensor:
+        return x.as_subclass(torch.Tensor)
+
+
 class LocalTokens(torch.Tensor):
     """``[1, T, …]`` or ``[T, …]`` of this rank's tokens in a layout. ``x.as_subclass(torch.Tensor)`` is plain."""
 
     token_layout: Layout
+    plain = _Plain()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_dynamo_compiling():  # AOTAutograd refuses the subclass at the first run of a graph
+                args, kwargs = tree_map(lambda x: x.plain if isinstance(x, cls) else x, (args, kwargs))
+                return func(*args, **(kwargs or {}))
             lists = [x if isinstance(x, (list, tuple)) else [x] for x in (*args, *(kwargs or {}).values())]
             own = [x for x in itertools.chain(*lists) if isinstance(x, cls) and hasattr(x, "token_layout")]
             if any(x.token_layout != own[0].token_layout for x in own[1:]):

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import spanwise
 from spanwise.integrations import transformers as hf
+from spanwise.integrations.transformers.outputs import of_layout
 from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
 
@@ -291,6 +292,33 @@ def test_places_in_the_outputs_of_a_rank() -> None:
         hidden.sum().backward()
 
     run_ranks(2, on_rank)
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")  # of inductor
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_functions_of_a_ranks_outputs(backend: str) -> None:
+    torch._dynamo.reset()
+    plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 20, 64]), 2)
+    weight, labels = torch.randn(1, 32, 50, dtype=torch.float64), torch.arange(32)
+
+    def loss(logits: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+        logits /= 3  # in place: gradients flow through what the caller has
+        rest = torch.stack([logits, *more]).sum(0)[:, :, :40] * 2 + logits.mean(-1, keepdim=True)
+        return torch.nn.functional.cross_entropy(rest.flatten(0, 1), labels) + logits[:, -1].square().sum()
+
+    results = []
+    for function in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
+        leaf = weight.clone().requires_grad_()
+        logits, more = (of_layout(leaf * x, plan.layout) if x else leaf.sin() for x in (1, 0))
+        given = logits.as_subclass(torch.Tensor) if function is loss else logits
+        value = function(given, [more])
+        value.backward()
+        results.append((value.detach(), leaf.grad, logits.detach().as_subclass(torch.Tensor)))
+        assert type(value) is torch.Tensor
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_pooling_over_the_tokens_of_a_rank() -> None:
