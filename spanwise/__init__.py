@@ -20,8 +20,7 @@ if _TYPE_CHECKING:
     from spanwise.batch.document_order import DocumentOrder
     from spanwise.batch.global_batch import GlobalBatch
     from spanwise.batch.global_batches import GlobalBatches
-    from spanwise.batch.linear_loss import linear_cross_entropy
-    from spanwise.batch.loss import cross_entropy
+    from spanwise.batch.loss import cross_entropy, linear_cross_entropy
     from spanwise.batch.sharding import roll, shard, shard_batch, unshard
     from spanwise.batch.token_scores import token_logprobs
     from spanwise.batch.trees import TreeEdges, shard_edges, unshard_edges
@@ -105,8 +104,7 @@ _HOMES = {
     "batch.document_order": "DocumentOrder",
     "batch.global_batch": "GlobalBatch",
     "batch.global_batches": "GlobalBatches",
-    "batch.linear_loss": "linear_cross_entropy",
-    "batch.loss": "cross_entropy",
+    "batch.loss": "cross_entropy linear_cross_entropy",
     "batch.sharding": "roll shard shard_batch unshard",
     "batch.token_scores": "token_logprobs",
     "batch.trees": "TreeEdges shard_edges unshard_edges",

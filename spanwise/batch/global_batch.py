@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from spanwise.batch.loss import IGNORE_INDEX
+from spanwise.batch.token_scores import IGNORE_INDEX
 from spanwise.layouts.runs import ragged_arange
 from spanwise.masks.arrays import Int64
 from spanwise.planning.plan import Plan

@@ -1,4 +1,4 @@
-"""The loss of a sharded batch: one mean over the valid tokens of all ranks.
+"""The loss of a sharded batch, from logits or from hidden states: one mean over the valid tokens of all ranks.
 
 A mean of the ranks' means would weight the tokens of different ranks differently. So the sum over all ranks is divided
 by their number of valid tokens.
@@ -7,140 +7,17 @@ by their number of valid tokens.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention import failure
-from spanwise.attention.compare import Compare, compare_call, compared, scalar, tells_refusals
-
-IGNORE_INDEX = -100
-
-
-class _OverRanks(torch.autograd.Function):
-    """Sum over ranks divided by their count; the backward scales by the mesh size, because reducers average gradients.
-
-    The comparison of compiled code returns what the all-reduces take, so that they cannot start before it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, total: torch.Tensor, count: torch.Tensor | None, local: bool, mesh: DeviceMesh | None,
-        compare: Compare | None,
-    ) -> torch.Tensor:  # fmt: skip
-        if local and count is not None:
-            total, count = compared((total, count), compare)
-            count = count if mesh is None else failure.all_reduce(count, "sum", mesh, "the token count")
-        else:
-            (total,) = compared((total,), compare)
-        total = total.clone() if mesh is None else failure.all_reduce(total, "sum", mesh, "the loss")
-        ctx.scale = 1 if mesh is None else mesh.size()
-        if count is None:
-            return total
-        count = count.masked_fill((count == 0) & (total == 0), 1).to(total.dtype)
-        ctx.scale = ctx.scale / count
-        return total / count
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad * ctx.scale, None, None, None, None
-
-
-def over_ranks(
-    total: torch.Tensor, count: torch.Tensor | None, local: bool, mesh: DeviceMesh | None, compare: Compare | None
-) -> torch.Tensor:
-    """`total` summed over the ranks of `mesh`, divided by `count`.
-
-    Averaging parameter gradients over `mesh` gives the gradient of the result.
-
-    Args:
-        count: from `counted`; None divides by nothing.
-        local: the count is this rank's, to be summed too.
-        compare: from `compare_loss`.
-    """
-    return _OverRanks.apply(total, count, local, mesh, compare)
-
-
-def counted(labels: torch.Tensor, num_valid: float | torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
-    """`num_valid` on the labels' device; without it this rank's valid tokens, or the sum of their weights."""
-    if isinstance(num_valid, torch.Tensor):
-        return num_valid.to(labels.device, non_blocking=labels.device.type != "cpu")
-    if num_valid is not None:
-        return scalar(num_valid, labels.device)
-    valid = labels != IGNORE_INDEX
-    return valid.sum() if weights is None else weights.masked_fill(~valid, 0).sum()
-
-
-def check_count(num_valid: Any, labels: torch.Tensor) -> None:
-    """``ValueError`` for a number that is not a number of tokens, or 0 with valid labels.
-
-    A tensor is read on the CPU alone, labels too; elsewhere 0 makes the loss infinite.
-    """
-    if isinstance(num_valid, torch.Tensor):
-        num_valid = num_valid.item() if _torch.is_readable(num_valid) else None
-    if num_valid is None:
-        return
-    if isinstance(num_valid, str) or not 0 <= num_valid < math.inf:
-        raise ValueError(f"num_valid must be a number of tokens, got {num_valid!r}")
-    if num_valid == 0 and _torch.is_readable(labels) and (valid := int((labels != IGNORE_INDEX).sum())):
-        raise ValueError(
-            f"num_valid is 0, and this rank has {valid} valid labels: give the number of all ranks, or None to count"
-        )
-
-
-def check_labels(labels: torch.Tensor, vocab: torch.Tensor | int | None = None) -> None:
-    """``ValueError`` for labels that are no token ids or, on the CPU, outside a vocabulary.
-
-    Elsewhere the host would wait for the device.
-    """
-    if labels.dtype != torch.int64:
-        raise ValueError(f"labels must be int64, got {labels.dtype}")
-    if vocab is None or torch.compiler.is_compiling() or labels.device.type != "cpu" or _torch.is_fake(labels):
-        return
-    wrong = ((labels < 0) | (labels >= vocab)) & (labels != IGNORE_INDEX)
-    if wrong.any():
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"labels must be {IGNORE_INDEX} or in [0, {vocab}), the vocabulary; labels{at} is {labels[tuple(at)]}"
-        )
-
-
-def check_weights(weights: torch.Tensor | None, labels: torch.Tensor) -> None:
-    """``ValueError`` for weights of another shape, or with a gradient."""
-    if weights is not None and weights.shape != labels.shape:
-        raise ValueError(
-            f"weights must have the shape of labels, got {tuple(weights.shape)} and labels {tuple(labels.shape)}"
-        )
-    if weights is not None and weights.requires_grad:
-        raise ValueError("weights are constants of the loss, got a tensor that requires a gradient; use detach()")
-
-
-def compare_loss(
-    name: str,
-    x: torch.Tensor,
-    num_valid: float | torch.Tensor | None,
-    weights: torch.Tensor | None,
-    mesh: DeviceMesh | None,
-    options: dict[str, Any] | None = None,
-) -> Compare | None:
-    """Compare a loss across the ranks of `mesh` before its all-reduces.
-
-    Args:
-        x: logits or hidden states, of which ranks may have different numbers.
-        options: of the loss, which must be equal.
-
-    Returns:
-        an argument for `global_mean`, which compares in compiled code.
-    """
-    if mesh is None or mesh.size() == 1:
-        return None
-    kind = None if num_valid is None else "a tensor" if isinstance(num_valid, torch.Tensor) else "a number"
-    grad = torch.is_grad_enabled() and x.requires_grad
-    facts = {"dtype": x.dtype, "requires grad": grad, "num_valid": kind, "weighted": weights is not None}
-    sizes = ("last dim", x.shape[-1:])
-    return compare_call(name, facts | (options or {}), mesh, [x], sizes=sizes, amount=num_valid)
+from spanwise.attention.compare import Compare, compare_call, compared, plain, scalar, tells_refusals
+from spanwise.batch import fused
+from spanwise.batch.token_scores import IGNORE_INDEX, Scoring, check_vocabulary, checked, score
 
 
 @tells_refusals("mesh")
@@ -179,18 +56,161 @@ def cross_entropy(
     >>> spanwise.cross_entropy(torch.zeros(1, 3, 8), torch.tensor([[2, -100, 5]]), mesh=None)
     tensor(2.0794)
     """
-    if logits.shape[:-1] != labels.shape:
+    _check(labels, num_valid, weights)
+    checked(logits, labels, None, None)
+    check_vocabulary(labels, logits.shape[-1])
+    # Not `score`: on a CPU it takes 1.3 to 5 times as long, because torch fuses the softmax of all logits.
+    scores = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(labels.shape)
+    return _over_ranks("cross_entropy", losses, logits, labels, mesh, num_valid, weights)
+
+
+@tells_refusals("loss_mesh", "vocab_mesh")
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    vocab_weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    loss_mesh: DeviceMesh | None,
+    vocab_mesh: DeviceMesh | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    num_valid: float | torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    softcap: float | None = None,
+    bias: torch.Tensor | None = None,
+    chunk: int | None = None,
+    kernel: Literal["auto", "chunked", "liger", "cce"] = "auto",
+) -> torch.Tensor:
+    """Cross-entropy of ``hidden @ vocab_weight.T + bias``, without the logits of all tokens.
+
+    The logits of one chunk of tokens exist at a time; the backward computes them again. Products, sums and softmax are
+    in float32 at least, also under autocast and for bfloat16 inputs. So is the weight's gradient, summed over the
+    chunks in their order.
+
+    Args:
+        hidden: ``[…, D]``, any floating dtype.
+        vocab_weight: ``[V, D]``.
+        labels: int64 ``[…]``; −100 is ignored: its loss and gradients are 0, whatever `hidden` holds there.
+        loss_mesh: all axes over which parameter gradients are averaged, as in `cross_entropy`: dp × cp, or cp alone;
+            None on one device. Leave the axis of tensor parallelism out.
+        vocab_mesh, softcap, bias, chunk: as in `token_logprobs`.
+        reduction: ``"mean"`` over the valid tokens of all ranks of `loss_mesh`, with the gradient of `cross_entropy`.
+            ``"sum"`` over these tokens: the gradient is scaled so that averaging parameter gradients over `loss_mesh`
+            gives the gradient of that sum. ``"none"``: each token's loss ``[…]``, 0 where ignored, with its own
+            gradient, not scaled; the ranks of `loss_mesh` only compare their calls.
+        num_valid: for "mean", as in `cross_entropy`.
+        weights: ``[…]``, of each label, as in `cross_entropy`; "sum" and "none" multiply by them too.
+        kernel: ``"chunked"`` is spanwise's own. ``"liger"`` and ``"cce"`` are fused kernels of Liger-Kernel and
+            cut-cross-entropy, for a whole vocabulary on a CUDA device; Liger's cannot do ``"none"``. ``"auto"`` takes
+            one of them where it is installed and can do what is asked, else ``"chunked"``. A named one never falls
+            back; a rank without tokens needs no kernel.
+
+    Returns:
+        A scalar, the same on every rank, or ``[…]`` for "none"; float32 at least. Without any valid token 0, with
+        gradient 0.
+
+    Raises:
+        ValueError: as `token_logprobs`; a `num_valid` that is not a number of tokens, is 0 with valid labels, or has no
+            use; a kernel that cannot do what is asked.
+        ImportError: a named kernel is not installed.
+        NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
+        spanwise.MismatchError: ranks of `vocab_mesh`, or of `loss_mesh` as in `cross_entropy`, make different calls.
+        spanwise.ExchangeError: a rank is gone or too late.
+
+    >>> import torch, spanwise
+    >>> hidden, weight = torch.zeros(1, 3, 4), torch.ones(8, 4)
+    >>> spanwise.linear_cross_entropy(hidden, weight, torch.tensor([[2, -100, 5]]), loss_mesh=None)
+    tensor(2.0794)
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+    if num_valid is not None and reduction != "mean":
+        raise ValueError(f'num_valid divides the sum for reduction="mean"; got {num_valid} for {reduction!r}')
+    _check(labels, num_valid, weights)
+    scoring = Scoring(softcap=softcap, chunk=chunk, mesh=vocab_mesh)
+    weight, bias = checked(hidden, labels, vocab_weight, bias, scoring)
+    assert weight is not None
+    name, each = f'linear_cross_entropy(reduction="{reduction}")', reduction == "none" or weights is not None
+    ranks = 1 if vocab_mesh is None else vocab_mesh.size()
+    losses = fused.losses(kernel, hidden, labels, weight, bias, softcap=softcap, each=each, ranks=ranks)
+    if losses is None:
+        caller = f"{name}{'' if weights is None else ', weighted'}"
+        amount = None if vocab_mesh is None else num_valid
+        losses = -score(hidden, labels, weight, bias, scoring, caller, amount)[0]
+    facts = {"softcap": plain(softcap)}
+    return _over_ranks(name, losses, hidden, labels, loss_mesh, num_valid, weights, reduction, facts)
+
+
+def _check(labels: torch.Tensor, num_valid: Any, weights: torch.Tensor | None) -> None:
+    """``ValueError`` for a number that is not a number of tokens, or 0 with valid labels; and for wrong weights.
+
+    A tensor is read on the CPU alone, labels too; elsewhere 0 makes the loss infinite.
+    """
+    if isinstance(num_valid, torch.Tensor):
+        num_valid = num_valid.item() if _torch.is_readable(num_valid) else None
+    if num_valid is not None and (isinstance(num_valid, str) or not 0 <= num_valid < math.inf):
+        raise ValueError(f"num_valid must be a number of tokens, got {num_valid!r}")
+    if num_valid == 0 and _torch.is_readable(labels) and (valid := int((labels != IGNORE_INDEX).sum())):
         raise ValueError(
-            f"logits must be [*labels.shape, vocab], got logits {tuple(logits.shape)} and labels {tuple(labels.shape)}"
+            f"num_valid is 0, and this rank has {valid} valid labels: give the number of all ranks, or None to count"
         )
-    check_labels(labels, logits.shape[-1])
-    scores = logits.flatten(0, -2)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    check_weights(weights, labels)
-    check_count(num_valid, labels)
-    compare = compare_loss("cross_entropy", logits, num_valid, weights, mesh)
-    losses = torch.nn.functional.cross_entropy(
-        scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum" if weights is None else "none"
-    )
-    total = losses if weights is None else (losses * weights.flatten().to(losses.dtype)).sum()
-    return over_ranks(total, counted(labels, num_valid, weights), num_valid is None, mesh, compare)
+    if weights is not None and (weights.shape != labels.shape or weights.requires_grad):
+        raise ValueError(
+            f"weights are constants of the loss and must have the shape of labels, {tuple(labels.shape)}, got "
+            f"{tuple(weights.shape)}{', which requires a gradient: use detach()' if weights.requires_grad else ''}"
+        )
+
+
+def _over_ranks(
+    name: str, losses: torch.Tensor, x: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh | None,
+    num_valid: float | torch.Tensor | None, weights: torch.Tensor | None, reduction: str = "mean",
+    facts: dict[str, Any] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The losses of tokens, or their sum, reduced over the ranks of `mesh`; compares the call `name` first.
+
+    Args:
+        x: logits or hidden states, of which ranks may have different numbers.
+        facts: more of what must be equal on all ranks.
+    """
+    mesh = None if mesh is None or mesh.size() == 1 else mesh
+    compare = None
+    if mesh is not None:  # after the labels were checked: a rank that raises has not made the call
+        kind = None if num_valid is None else "a tensor" if isinstance(num_valid, torch.Tensor) else "a number"
+        grad = torch.is_grad_enabled() and x.requires_grad
+        own = {"dtype": x.dtype, "requires grad": grad, "num_valid": kind, "weighted": weights is not None}
+        sizes = ("last dim", x.shape[-1:])
+        compare = compare_call(name, own | (facts or {}), mesh, [x], sizes=sizes, amount=num_valid)
+    if weights is not None:
+        losses = losses * weights.to(losses.dtype)
+    if reduction == "none":  # no sum of which the comparison is a part
+        (labels,) = compared((labels,), compare)
+        return losses.masked_fill(labels == IGNORE_INDEX, 0)
+    total, count = losses.sum(), None
+    if reduction == "mean" and num_valid is None:
+        valid = labels != IGNORE_INDEX
+        count = valid.sum() if weights is None else weights.masked_fill(~valid, 0).sum()
+    sums = torch.stack([x.to(torch.float64) for x in (total, count) if x is not None])
+    if mesh is not None:
+        sums = _SumOverRanks.apply(sums, mesh, compare)
+    if reduction == "sum":
+        return sums[0].to(total.dtype)
+    if isinstance(num_valid, torch.Tensor):
+        count = num_valid.to(labels.device, non_blocking=labels.device.type != "cpu")
+    else:
+        count = sums[1] if num_valid is None else scalar(num_valid, labels.device)
+    # Without a valid token the sum is 0, and so is the loss.
+    return (sums[0] / count.masked_fill((count == 0) & (sums[0] == 0), 1)).to(total.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sums over ranks; the backward scales by the mesh size, because reducers average gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: torch.Tensor, mesh: DeviceMesh, compare: Compare | None) -> torch.Tensor:
+        ctx.scale = mesh.size()
+        (sums,) = compared((sums,), compare)  # compiled code cannot start the all-reduce before it has compared
+        return failure.all_reduce(sums, "sum", mesh, "the loss")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad * ctx.scale, None, None

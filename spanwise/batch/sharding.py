@@ -18,7 +18,7 @@ from spanwise.attention.rank_plan import RankPlan, check_plan, mesh_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
 from spanwise.batch.contents import seq_dim, tensors_of
 from spanwise.batch.documents import shift, traced_ids
-from spanwise.batch.loss import IGNORE_INDEX
+from spanwise.batch.token_scores import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_batch_dim, check_dim
 from spanwise.layouts.token_tree import TokenTree

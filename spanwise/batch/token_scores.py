@@ -1,7 +1,7 @@
 """Log-probability and entropy of each token, from logits or from hidden states, one chunk of tokens after the other.
 
-`linear_loss` builds on `score`. Nothing here is larger than a chunk of tokens × the vocabulary, except what the caller
-gave and gradients of that. The backward computes a chunk's logits again: docs/decisions compares.
+`loss` builds on `score`. Nothing here is larger than a chunk of tokens × the vocabulary, except what the caller gave
+and gradients of that. The backward computes a chunk's logits again: docs/decisions compares.
 """
 
 # N tokens, C tokens of a chunk, D hidden size, V vocabulary of this rank
@@ -17,13 +17,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from spanwise import _torch
 from spanwise.attention import failure
 from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import compare_backward, compare_call, compared, plain, tells_refusals
-from spanwise.batch.loss import IGNORE_INDEX, check_labels
-from spanwise.masks.checks import check_finite, check_shape
+from spanwise.masks.checks import check_finite, check_positive, check_shape
 
 Tensor = torch.Tensor
+
+IGNORE_INDEX = -100
 
 # Logits of a chunk by default, 64 MiB in float32. A forward and backward of 4,096 tokens, vocabulary 32,768, takes
 # 1.61, 1.35, 1.27, 1.22 and 1.23 times the time of all logits with chunks of 2^21 to 2^25, and 107 to 226 MiB where all
@@ -42,15 +44,6 @@ class Scoring(NamedTuple):
     entropy: bool = False
     chunk: int | None = None
     mesh: DeviceMesh | None = None
-
-
-class Tokens(NamedTuple):
-    """Hidden states ``[…, D]``, or logits ``[…, V]`` without a weight; labels; this rank's rows of weight and bias."""
-
-    x: Tensor
-    labels: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
 
 
 @overload
@@ -119,18 +112,23 @@ def token_logprobs(
     if softcap is not None and vocab_weight is None:
         raise ValueError(f"softcap {softcap} needs vocab_weight: a model's logits are capped already")
     scoring = Scoring(temperature, softcap, entropy, chunk, vocab_mesh)
-    logprobs, entropies = score(checked(logits, labels, vocab_weight, bias, scoring), scoring, "token_logprobs")
+    weight, bias = checked(logits, labels, vocab_weight, bias, scoring)
+    logprobs, entropies = score(logits, labels, weight, bias, scoring, "token_logprobs")
     return (logprobs, entropies) if entropy else logprobs
 
 
-def checked(x: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None, scoring: Scoring) -> Tokens:
-    """The tokens, with this rank's rows of a DTensor `weight` or `bias`; refuses what one rank sees to be wrong."""
-    mesh, chunk = scoring.mesh, scoring.chunk
-    check_finite(scoring.temperature, "temperature", positive=True)
-    if scoring.softcap is not None:
-        check_finite(scoring.softcap, "softcap", positive=True)
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk must be a positive number of tokens, got {chunk!r}")
+def checked(
+    x: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None, scoring: Scoring | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """This rank's rows of the weight and the bias; refuses what one rank sees to be wrong."""
+    mesh = None
+    if scoring is not None:
+        mesh = scoring.mesh
+        check_finite(scoring.temperature, "temperature", positive=True)
+        if scoring.softcap is not None:
+            check_finite(scoring.softcap, "softcap", positive=True)
+        if scoring.chunk is not None:
+            check_positive(scoring.chunk, "chunk")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"vocab_mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pass one of them")
     if bias is not None and weight is None:
@@ -144,22 +142,23 @@ def checked(x: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | Non
         raise ValueError(
             f"{name} must be [*labels.shape, {size}], got {name} {tuple(x.shape)} and labels {tuple(labels.shape)}"
         )
-    check_labels(labels)
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    weight, bias = (_local_rows(t, what, mesh) for t, what in ((weight, "vocab_weight"), (bias, "bias")))
     if weight is not None:
-        weight = _local_rows(weight, "vocab_weight", mesh)
         check_shape(weight, "vocab_weight", "vocab", x.shape[-1], like=f" for hidden {tuple(x.shape)}")
     if bias is not None and weight is not None:
-        bias = _local_rows(bias, "bias", mesh)
         check_shape(bias, "bias", weight.shape[0], like=f" for vocab_weight {tuple(weight.shape)}")
     for what, given in ((name, x), ("vocab_weight", weight), ("bias", bias)):
-        if given is not None and not given.is_floating_point():
-            raise ValueError(f"{what} must be floating point, got {given.dtype}")
-        if given is not None and given.device != labels.device:
-            raise ValueError(f"{what} and labels must be on one device, got {given.device} and {labels.device}")
-    return Tokens(x, labels, weight, bias)
+        if given is not None and (not given.is_floating_point() or given.device != labels.device):
+            raise ValueError(
+                f"{what} must be floating point on the device of labels, {labels.device}, got {given.dtype} on "
+                f"{given.device}"
+            )
+    return weight, bias
 
 
-def _local_rows(x: Tensor, what: str, mesh: DeviceMesh | None) -> Tensor:
+def _local_rows(x: Tensor | None, what: str, mesh: DeviceMesh | None) -> Tensor | None:
     """This rank's rows of a weight or bias, differentiably; ``ValueError`` for a DTensor cut otherwise than `mesh`."""
     if not isinstance(x, DTensor):
         return x
@@ -174,21 +173,24 @@ def _local_rows(x: Tensor, what: str, mesh: DeviceMesh | None) -> Tensor:
     return x.to_local()
 
 
-def score(tokens: Tokens, scoring: Scoring, caller: str, amount: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
+def score(
+    x: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None, scoring: Scoring, caller: str,
+    amount: float | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probabilities and entropies (zeros unless asked for) in the shape of the labels.
 
     Args:
-        tokens: from `checked`.
+        x: hidden states ``[…, D]``, or logits ``[…, V]`` without a weight.
+        weight, bias: from `checked`.
         caller: in words, equal on the ranks that share the vocabulary: what it does with the scores decides on their
             gradients.
         amount: a number of the caller that changes from call to call, also equal; in a tensor it is not compared.
     """
-    x, labels, weight, bias = tokens
     mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
     rows = x.shape[-1] if weight is None else weight.shape[0]
     first, compare = labels.new_zeros(()), None
     if mesh is None:
-        check_labels(labels, rows)
+        check_vocabulary(labels, rows)
     else:
         grads = torch.is_grad_enabled() and x.requires_grad
         facts = {
@@ -205,7 +207,7 @@ def score(tokens: Tokens, scoring: Scoring, caller: str, amount: float | Tensor 
         counts[rank : rank + 1] = rows
         (counts,) = compared((counts,), compare)
         counts = failure.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
-        check_labels(labels, counts.sum())
+        check_vocabulary(labels, counts.sum())
         first = counts[:rank].sum()
         if not grads or weight is None:
             compare = None  # the backward has no collective
@@ -214,6 +216,17 @@ def score(tokens: Tokens, scoring: Scoring, caller: str, amount: float | Tensor 
     # Entropies that nobody asked for get no gradient.
     logprobs, *rest = compare_backward((logprobs, entropies) if scoring.entropy else (logprobs,), compare)
     return logprobs.view(labels.shape), (rest[0] if rest else entropies).view(labels.shape)
+
+
+def check_vocabulary(labels: Tensor, vocab: Tensor | int) -> None:
+    """``ValueError`` for labels outside the vocabulary, on the CPU: elsewhere the host would wait for the device."""
+    if torch.compiler.is_compiling() or labels.device.type != "cpu" or _torch.is_fake(labels):
+        return
+    wrong = ((labels < 0) | (labels >= vocab)) & (labels != IGNORE_INDEX)
+    for at in wrong.nonzero()[:1].tolist():
+        raise ValueError(
+            f"labels must be {IGNORE_INDEX} or in [0, {vocab}), the vocabulary; labels{at} is {labels[tuple(at)]}"
+        )
 
 
 class _TokenScores(torch.autograd.Function):

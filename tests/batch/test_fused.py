@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 import spanwise
 from spanwise.batch import fused
-from spanwise.batch.token_scores import Tokens
 from tests.batch.test_token_scores import problem
 
 Calls = list[dict[str, Any]]
@@ -117,53 +116,51 @@ def test_cce(cce: Calls, on_any_device: None, reduction: Any) -> None:
     assert cce[0]["reduction"] == ("none" if reduction == "none" else "sum")
 
 
-def test_autocast_casts_for_the_kernel(cce: Calls, liger: Calls) -> None:
-    hidden, weight, _, _ = problem(dtype=torch.float32)
+def test_autocast_casts_for_the_kernel(cce: Calls, liger: Calls, on_any_device: None) -> None:
+    hidden, weight, _, labels = problem(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        tokens = Tokens(hidden, torch.zeros(13, dtype=torch.int64), weight, None)
-        assert fused._dtype(tokens) == torch.bfloat16
-        fused.losses("liger", tokens, None, "sum")
-        fused.losses("cce", tokens, None, "sum")
+        for kernel in ("liger", "cce"):
+            spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, kernel=kernel)  # type: ignore[arg-type]
     assert cce[0]["e"].dtype == liger[0]["input"].dtype == torch.bfloat16
 
 
 def test_auto_takes_what_is_installed_and_can(on_any_device: None, request: pytest.FixtureRequest) -> None:
-    wide, narrow = problem(dtype=torch.float32), problem(dtype=torch.bfloat16)
+    calls: dict[str, Calls] = {}
 
-    def tokens(problem: Any) -> Tokens:
-        return Tokens(problem[0], problem[3], problem[1], None)
+    def chosen(dtype: torch.dtype, kernel: str = "auto", each: bool = False, ranks: int = 1, tokens: int = 13) -> str:
+        hidden, weight, _, labels = problem(dtype=dtype)
+        before = {name: len(made) for name, made in calls.items()}
+        found = fused.losses(
+            kernel, hidden[:tokens], labels[:tokens], weight, None, softcap=None, each=each, ranks=ranks
+        )
+        made = [name for name in calls if len(calls[name]) > before[name]]
+        assert (found is not None) == len(made) and (found is None or found.shape == (labels.shape if each else ()))
+        return "".join(made)
 
-    def chosen(problem: Any, reduction: str = "mean") -> Any:
-        return fused.resolve("auto", tokens(problem), reduction, None)
-
-    assert chosen(narrow) is None  # nothing is installed
-    request.getfixturevalue("liger")
-    assert chosen(narrow) == chosen(wide) == "liger" and chosen(wide, "none") is None
-    request.getfixturevalue("cce")
-    assert chosen(narrow) == chosen(narrow, "none") == "cce" and chosen(wide) == "liger"
-    assert fused.resolve("auto", tokens((wide[0][:0], *wide[1:])), "mean", None) is None
-    assert fused.resolve("chunked", tokens(narrow), "mean", None) is None
-    assert chosen(problem()) is None  # float64
-    shared = types.SimpleNamespace(size=lambda: 2)
-    assert fused.resolve("auto", tokens(narrow), "mean", shared) is None
-    with pytest.raises(ValueError, match="needs the whole vocabulary, got one shared by 2 ranks"):
-        fused.resolve("cce", tokens(narrow), "mean", shared)
+    narrow, wide = torch.bfloat16, torch.float32
+    assert chosen(narrow) == ""  # nothing is installed
+    calls["liger"] = request.getfixturevalue("liger")
+    assert chosen(narrow) == chosen(wide) == "liger" and chosen(wide, each=True) == ""
+    calls["cce"] = request.getfixturevalue("cce")
+    assert chosen(narrow) == chosen(narrow, each=True) == "cce" and chosen(wide) == "liger"
+    assert chosen(wide, tokens=0) == chosen(narrow, "chunked") == chosen(torch.float64) == chosen(narrow, ranks=2) == ""
 
 
 def test_a_named_kernel_never_falls_back(request: pytest.FixtureRequest) -> None:
-    hidden, weight, _, labels = problem(dtype=torch.float32)
-    for name in ("liger", "cce"):
-        with pytest.raises(ValueError, match=f'kernel "{name}" needs a cuda device, got hidden on cpu; use kernel='):
-            spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, kernel=name)
+    def refused(
+        kernel: Any, error: type[Exception], match: str, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        hidden, weight, _, labels = problem(dtype=dtype)
+        with pytest.raises(error, match=f'kernel "{kernel}" {match}'):
+            fused.losses(kernel, hidden, labels, weight, None, **{"softcap": None, "each": False, "ranks": 1} | options)
+
+    refused("liger", ValueError, "needs a cuda device, got hidden on cpu; use kernel=")
     request.getfixturevalue("on_any_device")
-    with pytest.raises(ImportError, match='kernel "liger" needs the package liger_kernel, which is not installed'):
-        spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, kernel="liger")
+    refused("liger", ImportError, "needs the package liger_kernel, which is not installed")
     request.getfixturevalue("liger")
-    with pytest.raises(ValueError, match='kernel "liger" has no gradients for reduction "none"'):
-        spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, kernel="liger", reduction="none")
-    with pytest.raises(ValueError, match='kernel "cce" takes bfloat16 and float16, got hidden torch.float32'):
-        spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, kernel="cce")
-    with pytest.raises(ValueError, match='kernel "liger" has no float64'):
-        spanwise.linear_cross_entropy(hidden.double(), weight, labels, loss_mesh=None, kernel="liger")
-    empty = spanwise.linear_cross_entropy(hidden[:0], weight, labels[:0], loss_mesh=None, kernel="liger")
-    assert empty == 0
+    refused("liger", ValueError, 'has no gradients for reduction "none"', each=True)
+    refused("liger", ValueError, "takes no torch.float64", torch.float64)
+    refused("cce", ValueError, "takes no torch.float32")
+    refused("cce", ValueError, "needs the whole vocabulary, got one shared by 2 ranks", torch.bfloat16, ranks=2)
+    hidden, weight, _, labels = problem(dtype=torch.float32)
+    assert spanwise.linear_cross_entropy(hidden[:0], weight, labels[:0], loss_mesh=None, kernel="liger") == 0

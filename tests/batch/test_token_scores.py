@@ -247,19 +247,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "weight": ({"vocab_weight": torch.zeros(V, 4)}, r"vocab_weight must be \[vocab, 5\] .* got \(11, 4\)"),
     "weight dtype": (
         {"vocab_weight": torch.zeros(V, D).long()},
-        "vocab_weight must be floating point, got torch.int64",
+        "vocab_weight must be floating point on the device of labels, cpu, got torch.int64",
     ),
     "bias": ({"bias": torch.zeros(4)}, r"bias must be \[11\] .* got \(4,\)"),
     "labels": ({"labels": torch.full((N,), V)}, r"labels must be -100 or in \[0, 11\), the vocabulary; labels\[0\] is"),
     "negative": ({"labels": torch.full((N,), -1)}, r"in \[0, 11\), the vocabulary; labels\[0\] is -1"),
     "label dtype": ({"labels": torch.zeros(N)}, "labels must be int64, got torch.float32"),
-    "device": ({"vocab_weight": torch.zeros(V, D, device="meta")}, "on one device, got meta and cpu"),
+    "device": (
+        {"vocab_weight": torch.zeros(V, D, device="meta")},
+        "on the device of labels, cpu, got torch.float32 on meta",
+    ),
     "reduction": ({"reduction": "max"}, "reduction must be .* got 'max'"),
     "count": ({"num_valid": -1}, "num_valid must be a number of tokens, got -1"),
     "no count": ({"num_valid": 0}, "num_valid is 0, and this rank has [0-9]+ valid labels"),
     "count of a sum": ({"num_valid": 3, "reduction": "sum"}, "num_valid divides the sum .* got 3 for 'sum'"),
     "softcap": ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
-    "chunk": ({"chunk": 0}, "chunk must be a positive number of tokens, got 0"),
+    "chunk": ({"chunk": 0}, "chunk must be at least 1, got 0"),
     "kernel": ({"kernel": "triton"}, "kernel must be .* got 'triton'"),
 }
 

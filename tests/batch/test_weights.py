@@ -52,7 +52,7 @@ def test_equal_weights_are_none_and_no_weight_is_a_loss_of_0() -> None:
     ):
         torch.testing.assert_close(call(torch.full_like(weights, 3)), call(None))
         assert call(torch.zeros_like(weights)).item() == 0
-        with pytest.raises(ValueError, match=r"shape of labels, got \(5,\) and labels \(2, 5\)"):
+        with pytest.raises(ValueError, match=r"shape of labels, \(2, 5\), got \(5,\)"):
             call(weights[0])
         with pytest.raises(ValueError, match="weights are constants"):
             call(weights.clone().requires_grad_())
