@@ -181,13 +181,17 @@ def starts_after(dag: Dag) -> list[int]:
     return found
 
 
-class _Reach:
+class Reach:
     """Of each node, the collectives that it leads to, and those whose wait it is or follows; in blocks of columns."""
 
     def __init__(self, dag: Dag) -> None:
-        self.count = len(dag.starts)
+        self.starts, self.count = dag.starts, len(dag.starts)
         self.blocks = range(-(-self.count // _BLOCK))
         self.leads_to, self.follows = (_matrix(sets, self.count) for sets in (starts_after(dag), waits_before(dag)))
+
+    def has(self, sets: NDArray[np.uint8], number: int) -> NDArray[np.bool_]:
+        """The nodes that have this collective in their sets."""
+        return sets[:, number // 8] & (1 << number % 8) > 0
 
     def bits(self, sets: NDArray[np.uint8], rows: NDArray[np.int64], block: int) -> NDArray[np.float64]:
         column = sets[rows, block * _BLOCK // 8 : (block + 1) * _BLOCK // 8]
@@ -200,10 +204,18 @@ class _Reach:
         parts = [_product(work[busy, None], self.bits(sets, busy, block))[0] for block in self.blocks]
         return np.concatenate(parts or [np.zeros(0)])
 
+    def independent(self, work: NDArray[np.float64]) -> dict[int, float]:
+        """Of each start, the work of the nodes that neither lead to it nor follow its wait; no node does both."""
+        total = float(work.sum())
+        free = total - self.sums(self.leads_to, work) - self.sums(self.follows, work)
+        return {
+            start: ms if ms > rounding(total) else 0.0 for start, ms in zip(self.starts, free.tolist(), strict=True)
+        }
+
 
 def compute_around(dag: Dag) -> ComputeAround:
     """Milliseconds of compute around all collectives, by blocks of collectives."""
-    starts, reach = np.array(dag.starts, np.int64), _Reach(dag)
+    starts, reach = np.array(dag.starts, np.int64), Reach(dag)
     work = np.where(dag.kinds == Kind.COMPUTE, dag.ms, 0.0)
     busy = np.flatnonzero(work)
     earlier: list[NDArray[np.int64]] = []
@@ -230,10 +242,7 @@ def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[in
     work = np.where(dag.kinds == Kind.COMPUTE, dag.ms, 0.0)
     if among is not None:
         work[np.setdiff1d(np.arange(len(dag)), list(among))] = 0.0
-    reach, total = _Reach(dag), float(work.sum())
-    # No node both leads to a start and depends on its wait.
-    free = total - reach.sums(reach.leads_to, work) - reach.sums(reach.follows, work)
-    return {start: ms if ms > rounding(total) else 0.0 for start, ms in zip(dag.starts, free.tolist(), strict=True)}
+    return Reach(dag).independent(work)
 
 
 def _matrix(sets: list[int], count: int) -> NDArray[np.uint8]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.explain.figures import arithmetic, bound_by, hideable_by
-from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
+from spanwise.overlap.explain.reasons import hidden_counts, hideable, reasons
 from spanwise.overlap.explain.report import MOST, Result, figures, summary
 from spanwise.overlap.explain.units import milliseconds as duration
 from spanwise.overlap.explain.units import num_bytes
@@ -150,39 +149,3 @@ def test_merged_collectives_are_one_launch(optimized: tuple[Result, dict[str, st
     assert sum(one.num_bytes or 0 for one in found.collectives) == sum(one.num_bytes or 0 for one in plain.collectives)
     assert len(to_dag(result.graph_module, lambda node: 1.0).dag.starts) == found.after.launches
     assert isinstance(result.graph_module, torch.fx.GraphModule)
-
-
-def test_what_a_bucket_makes_its_first_member_wait() -> None:
-    """Two gradients are scattered as one; the first is there a millisecond before the second."""
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(8)
-    scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
-    waits = []
-    for _ in range(2):
-        y = graph.call_function(torch.ops.aten.neg.default, (waits[-1].args[0].args[0] if waits else x,))
-        y.meta["val"] = torch.empty(8)
-        start = graph.call_function(scatter, (y, "sum", 2, "g"))
-        start.meta["val"] = torch.empty(4)
-        waits.append(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,)))
-        waits[-1].meta["val"] = start.meta["val"]
-    graph.output(tuple(waits))
-    gm = torch.fx.GraphModule({}, graph)
-
-    class Cost:
-        def __call__(self, node: torch.fx.Node) -> float:
-            return 10.0 if node.target == scatter else 1.0
-
-        def merged(self, nodes: Sequence[torch.fx.Node]) -> float:
-            return 10.0
-
-    result = optimize(gm, Cost())
-    assert len(result.timeline.dag.starts) == 1, "a latency is saved"
-    (one,) = figures(result).collectives
-    assert (one.members, one.spread, one.exposed) == (2, 1.0, 10.0)
-    (before,) = {one.spread for one in figures(optimize(gm, Cost(), bucket=False)).collectives}
-    assert before == 0.0
-    assert "before the last" not in one.why  # nothing is independent of it: it is not for the bucket that it is exposed
-    dependent = Reason(10.0, {Why.DEPENDENCY: 10.0})
-    late = dataclasses.replace(one, reason=dependent)
-    assert late.why == "dependency; of its 2, the first was ready 1 ms before the last"

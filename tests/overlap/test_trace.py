@@ -47,7 +47,7 @@ def test_what_stands_on_the_tracks(tmp_path: Path) -> None:
     ]
     assert [e["args"] for e in events(path, "X") if e["cat"] == "compute"] == [{"ms": 3.0}, {"ms": 2.0}]
     assert [e["args"]["why"] for e in events(path, "X") if e["cat"] == "exposed"] == [
-        "stream is saturated (1 ms), no independent compute (1 ms)"
+        "no independent compute (1 ms), stream is saturated (1 ms)"
     ]
     assert [(e["ts"], e["args"]["bytes"]) for e in events(path, "C")] == [(0, 100), (0, 110)]
 

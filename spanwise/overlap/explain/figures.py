@@ -18,8 +18,7 @@ from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.dag import Dag
 from spanwise.overlap.engine import Timeline
-from spanwise.overlap.explain.reasons import Reason, Why, hidden_counts, hideable, reasons
-from spanwise.overlap.explain.units import milliseconds
+from spanwise.overlap.explain.reasons import Reason, hidden_counts, hideable, reasons
 from spanwise.overlap.split.record import Split
 
 
@@ -36,8 +35,6 @@ class Collective:
         num_bytes: the larger of its operands and its results.
         ms: its time. `begin`: when it begins on its stream. `issued`: when the compute stream reaches its start.
         reason: why it is exposed; None if it is hidden.
-        spread: for a bucket, milliseconds between the times at which its first and its last member could be issued
-            alone, all else unchanged: the bucket delays the first member that long.
     """
 
     start: int
@@ -50,17 +47,11 @@ class Collective:
     begin: float
     issued: float
     reason: Reason | None
-    spread: float = 0.0
 
     @property
     def why(self) -> str:
         """The reason in words; "" if it is hidden."""
-        if self.reason is None:
-            return ""
-        # A bucket matters only where a dependency exposes it, and by more than 1 %.
-        late = self.spread if Why.DEPENDENCY in self.reason.parts else 0.0
-        bucket = f"; of its {self.members}, the first was ready {milliseconds(late)} before the last"
-        return str(self.reason) + (bucket if late > 0.01 * self.exposed else "")
+        return str(self.reason or "")
 
     @property
     def exposed(self) -> float:
@@ -68,10 +59,11 @@ class Collective:
         return self.reason.exposed if self.reason else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures for JSON; "why" has exposed milliseconds by reason."""
+        """All figures for JSON; "why" has exposed milliseconds by reason, "moves" what would hide them."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "reason"}
         parts = {why.value: ms for why, ms in self.reason.parts.items()} if self.reason else {}
-        return {**found, "exposed": self.exposed, "why": parts}
+        moves = {why.value: dataclasses.asdict(move) for why, move in self.reason.moves.items()} if self.reason else {}
+        return {**found, "exposed": self.exposed, "why": parts, "moves": moves}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,45 +1,65 @@
-"""Reasons why collectives are exposed: exposed milliseconds by the change that would avoid them.
+"""Reasons why collectives are exposed: the change to the machine or the order that hides each, tried on the engine.
 
     dag ─► schedule ─► timeline ─► reasons ─► report
 
-Each collective is looked at alone, with all others in their places.
+Each change is made for one collective alone. It says how many exposed milliseconds it hides and what it costs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from spanwise.overlap.bounds import independent_compute
-from spanwise.overlap.dag import Dag, Kind, positions, rounding
-from spanwise.overlap.explain.units import milliseconds
+from spanwise.overlap.arrays import Ints, Run, graph_of, limits_of
+from spanwise.overlap.bounds import Reach, independent_compute
+from spanwise.overlap.dag import Dag, Kind, rounding
+from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.timeline import Intervals
+
+_TRIED = 3_000_000  # nodes issued in all trials of one timeline, 1 to 2 s; the least exposed collectives get none
 
 
 class Why(enum.Enum):
-    """Reasons for exposed milliseconds.
+    """Reasons for exposed milliseconds, in the order in which they are tried.
 
-    STREAM: the stream of its group was busy with other collectives; a separate stream would end it earlier, an order
-        of the same stream only at the cost of others.
-    IDLE: the same, but the stream was idle before, and the time could have been used: by the others, had the compute
-        that leads to them gone first, or by this one, had it gone first.
-    NO_COMPUTE: the compute independent of it (it neither leads to the start nor depends on the wait) is shorter.
-    MEMORY: it could start earlier, or compute after its wait could run before, but the order would exceed the budget.
-    ORDER: the same within the budget: another order would hide it, though perhaps expose others.
-    DEPENDENCY: it could not start earlier, and nothing is left to run at its wait. Independent compute ran too early,
-        or depends on nodes that have not run.
+    NO_COMPUTE: it takes longer than all compute independent of it, which neither leads to the start nor depends on the
+        wait: no order hides that, on any stream.
+    STREAM: others were on the stream of its group; on a stream of its own it ends earlier.
+    ORDER: another order within the budget hides it, though perhaps exposes others.
+    MEMORY: the same with more memory.
+    DEPENDENCY: it is hidden if it depends on nothing, at the begin of the graph.
+    TOGETHER: none of these changes alone.
+    UNTRIED: there are many collectives, and others are exposed longer.
     """
 
-    STREAM = "stream is saturated"
-    IDLE = "stream was idle earlier"
     NO_COMPUTE = "no independent compute"
-    MEMORY = "memory budget"
+    STREAM = "stream is saturated"
     ORDER = "order of compute"
+    MEMORY = "memory budget"
     DEPENDENCY = "dependency"
+    TOGETHER = "no single change"
+    UNTRIED = "not tried"
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A change that hides a collective.
+
+    Attributes:
+        hides: exposed milliseconds that it hides, of those that earlier reasons leave.
+        longer: milliseconds by which the step gets longer with it; fewer than 0: shorter.
+        more_bytes: bytes that its order takes above the budget.
+        needs: what the collective depends on that ends last; "" for other reasons than DEPENDENCY.
+    """
+
+    hides: float
+    longer: float = 0.0
+    more_bytes: int = 0
+    needs: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,23 +68,36 @@ class Reason:
 
     Attributes:
         exposed: milliseconds that compute waits for it.
-        parts: milliseconds by reason, in the order of `Why`; positive, with the sum `exposed`.
+        moves: the change that hides each part, by reason, in the order of `Why`; they hide `exposed` in all.
     """
 
     exposed: float
-    parts: dict[Why, float]
+    moves: dict[Why, Move]
+
+    @property
+    def parts(self) -> dict[Why, float]:
+        """Milliseconds by reason; positive, with the sum `exposed`."""
+        return {why: move.hides for why, move in self.moves.items()}
 
     @property
     def main(self) -> Why:
         """The reason for most of it."""
-        return max(self.parts, key=lambda why: self.parts[why])
+        return max(self.moves, key=lambda why: self.moves[why].hides)
 
     def __str__(self) -> str:
-        ranked = sorted(self.parts.items(), key=lambda part: -part[1])
-        ranked = [(why, ms) for why, ms in ranked if ms >= 0.01 * self.exposed]  # skip parts below 1 %
-        if len(ranked) == 1:
-            return self.main.value
-        return ", ".join(f"{why.value} ({milliseconds(ms)})" for why, ms in ranked)
+        ranked = sorted(self.moves.items(), key=lambda part: -part[1].hides)
+        ranked = [(why, move) for why, move in ranked if move.hides >= 0.01 * self.exposed]  # skip parts below 1 %
+        found = []
+        for why, move in ranked:
+            facts = [milliseconds(move.hides)] if len(ranked) > 1 else []
+            if why in (Why.ORDER, Why.MEMORY) and move.longer > 1e-3:
+                facts.append(f"another makes the step {milliseconds(move.longer)} longer")
+            if move.more_bytes:
+                facts.append(f"{num_bytes(move.more_bytes)} more")
+            if move.needs:
+                facts.append(f"on {move.needs}")
+            found.append(f"{why.value} ({'; '.join(facts)})" if facts else why.value)
+        return ", ".join(found)
 
 
 def hideable(dag: Dag, among: Iterable[int] | None = None) -> set[int]:
@@ -80,218 +113,97 @@ def hideable(dag: Dag, among: Iterable[int] | None = None) -> set[int]:
 def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reason]:
     """Reasons for each exposed collective of a timeline, by its start.
 
-    The exposed milliseconds of a collective are assigned in this order, until none are left:
-
-    1. IDLE and STREAM: from its issue to its begin. IDLE is what it would gain if the compute that leads to the
-       collectives since the stream was last idle had gone first, in their order; or if it had itself gone before them,
-       less the time by which they would end later.
-    2. NO_COMPUTE: its time beyond all independent compute.
-    3. How much earlier it could be issued if the nodes that lead to it went first, with collectives in their places:
-       MEMORY or ORDER for the time that its stream is idle, then STREAM for the time that it is busy.
-    4. MEMORY or ORDER: compute after its wait that could run when the wait is reached.
-    5. DEPENDENCY: the rest.
-
-    The peak of the order with the nodes of 3 or 4 moved decides between MEMORY and ORDER. Compute that could hide
-    several collectives counts for the first in the order: the sum is what could be hidden in all.
+    Its exposed milliseconds go to the reasons in the order of `Why`, each as many as its change hides, until none are
+    left.
 
     Args:
         timeline: a timeline without contention.
         budget: most bytes of the order; None: no limit.
     """
-    dag = timeline.dag
-    exposed = {start: ms for start, ms in timeline.exposed.items() if ms > rounding(timeline.makespan)}
+    tiny = rounding(timeline.makespan)
+    exposed = {start: ms for start, ms in timeline.exposed.items() if ms > tiny}
     if not exposed:
         return {}
-    analysis = _Analysis(timeline, budget)
-    independent = independent_compute(dag)
-    found = {
-        start: analysis.reason(start, exposed[start], independent[start])
-        for start in timeline.order.tolist()
-        if start in exposed
-    }
+    reach = Reach(timeline.dag)
+    trials = _Trials(timeline, math.inf if budget is None else budget, reach)
+    independent = reach.independent(np.where(timeline.dag.kinds == Kind.COMPUTE, timeline.dag.ms, 0.0))
+    ranked = sorted(exposed, key=lambda start: (-exposed[start], start))
+    found = {start: trials.reason(start, exposed[start], independent[start]) for start in ranked}
     return dict(sorted(found.items()))
 
 
-class _Analysis:
-    """Tables about a timeline that every collective's reasons use.
+class _Trials:
+    """A timeline, changed for one collective at a time."""
 
-    Attributes:
-        place: place of each node in the order.
-        ready: when each node could be issued with collectives in their places: a wait when its collective has ended,
-            others after the longest path of compute to them. Never later than it was issued.
-        streams: of each group, the numbers of its starts as they are issued.
-        run, run_ends: compute nodes as they are issued, and when they end.
-        gained: for each start, how much of the time before its stream was last idle it could have used; see `reasons`.
-        spare: milliseconds of each compute node that do not yet hide a collective in a reason.
-    """
-
-    def __init__(self, timeline: Intervals, budget: int | None) -> None:
-        self.timeline, self.dag, self.budget = timeline, timeline.dag, budget
-        dag, order = self.dag, timeline.order.tolist()
-        self.order, self.place = timeline.order, positions(order)
-        self.begin, self.end, self.issued = (x.tolist() for x in (timeline.begin, timeline.end, timeline.issued))
+    def __init__(self, timeline: Intervals, budget: float, reach: Reach) -> None:
+        self.timeline, self.dag, self.reach = timeline, timeline.dag, reach
+        self.number = {start: number for number, start in enumerate(self.dag.starts)}
+        self.budget = max(budget, timeline.peak_bytes)
+        graph = graph_of(self.dag)
+        self.graph = graph._replace(streams=graph.streams + 1)  # one that nothing uses yet
+        free = np.full((self.graph.streams, 2), math.inf)
+        self.limits = limits_of(self.dag, timeline.order, math.inf, free)
         self.tiny = rounding(timeline.makespan)
-        self.spare = np.where(dag.kinds == Kind.COMPUTE, timeline.end - timeline.begin, 0.0)
-        ready = [0.0] * len(dag)
-        for i, node in enumerate(dag.nodes):
-            if node.kind == Kind.WAIT:
-                ready[i] = self.end[node.start]
-            for dep in node.deps:
-                ms = dag.nodes[dep].ms if dag.nodes[dep].kind == Kind.COMPUTE else 0.0
-                ready[i] = max(ready[i], ready[dep] + ms)
-        self.ready = np.array(ready)
-        starts = [i for i in order if dag.nodes[i].kind == Kind.START]
-        self.streams = {group: np.array([i for i in starts if dag.nodes[i].group == group]) for group in dag.groups}
-        self.run = [i for i in order if dag.nodes[i].kind == Kind.COMPUTE]
-        self.run_ends = timeline.end[self.run]
-        self.gained: dict[int, float] = {}
-        for stream in self.streams.values():
-            self.use_idle(stream.tolist())
-        self.allocated = dag.allocated
+        self.left = _TRIED
 
     def reason(self, start: int, exposed: float, independent: float) -> Reason:
-        parts = dict.fromkeys(Why, 0.0)
+        """The reasons for one collective."""
+        moves: dict[Why, Move] = {}
         left = exposed
 
-        def account(why: Why, ms: float) -> None:
+        def account(why: Why, hides: float, longer: float = 0.0, more_bytes: int = 0, needs: str = "") -> None:
             nonlocal left
-            ms = min(left, max(0.0, ms))
-            parts[why] += ms
-            left = left - ms if left - ms > self.tiny else 0.0
+            hides = left if hides > left - self.tiny else hides
+            if hides > self.tiny:
+                moves[why] = Move(hides, longer, more_bytes, needs)
+                left -= hides
 
-        queued = self.begin[start] - self.issued[start]
-        idle = min(queued, self.gained[start])
-        account(Why.IDLE, idle)
-        account(Why.STREAM, queued - idle)
         account(Why.NO_COMPUTE, self.dag.nodes[start].ms - independent)
+        if self.left <= 0:
+            account(Why.UNTRIED, left)
+        if left and self.timeline.begin[start] > self.timeline.issued[start]:
+            stream = self.graph.stream.copy()
+            stream[start] = self.graph.streams - 1
+            account(Why.STREAM, *self.tried(start, self.timeline.order, stream)[:2])
         if left:
-            most, begin = left, self.issued[start]
-            earlier, moved, first = self.earlier(start, most)
-            idle = earlier - self.busy(start, earlier)
-            while idle < left - self.tiny and earlier >= most - self.tiny and earlier < begin - self.tiny:
-                most *= 2  # before the stream was busy, it may have been idle
-                earlier, moved, first = self.earlier(start, most)
-                idle = earlier - self.busy(start, earlier)
-            if earlier > self.tiny:
-                if idle > self.tiny:
-                    account(self.fits(moved, first), idle)
-                    passed = self.order[first : self.place[start]][::-1]
-                    self.use(passed[~np.isin(passed, moved)], idle)
-                account(Why.STREAM, earlier - idle)
-        if left:
-            wait = self.dag.wait_of[start]
-            behind, moved = self.behind(wait, left)
-            if behind > self.tiny:
-                account(self.fits(moved, int(self.place[wait])), behind)
-                self.use(np.array(moved), behind)
-        parts[Why.DEPENDENCY] += left
-        return Reason(exposed, {why: ms for why, ms in parts.items() if ms > self.tiny})
+            tried = []
+            for order in self.orders(start, exposed):
+                tried.append(self.tried(start, order))
+                if tried[-1][0] > left - self.tiny and tried[-1][2] <= self.budget:
+                    break
+            tried.sort(key=lambda one: (-one[0], one[1:]))  # what hides most, and of that what costs least
+            within = next(one for one in tried if one[2] <= self.budget)
+            account(Why.ORDER, *within[:2])
+            hides, longer, peak = tried[0]
+            account(Why.MEMORY, hides - within[0], longer, peak - int(min(peak, self.budget)))
+        if left and (needed := self.dag.nodes[start].deps):
+            first = np.concatenate(([start], self.timeline.order[self.timeline.order != start]))
+            last = max(needed, key=lambda i: (self.timeline.end[i], i))
+            account(Why.DEPENDENCY, *self.tried(start, first)[:2], needs=self.dag.nodes[last].name)
+        account(Why.TOGETHER, left)
+        return Reason(exposed, moves)
 
-    def use_idle(self, stream: list[int]) -> None:
-        """Fill `gained` for the collectives of one stream."""
-        dag, last, since, opened, could, now = self.dag, 0.0, 0.0, 0.0, 0.0, 0.0
-        led: set[int] = set()
-        own = set(stream)
-        for i in stream:
-            ms = dag.nodes[i].ms
-            if self.begin[i] > last + self.tiny:  # the stream was idle before
-                since = could = now = last
-                opened, led = self.begin[i], set()
-            now = self.ran(self.leading(i, since, led), since, now)
-            could = max(could, now) + ms
-            gained = self.end[i] - could
-            if opened > since and self.begin[i] > opened and self.ready[i] < opened:
-                alone = self.leading(i, since, set())
-                if not any(self.spare[j] or j in own for j in alone):  # no compute of others would be later
-                    begin = self.ran(alone, since, since)
-                    if begin < opened:
-                        gained = max(gained, self.begin[i] - begin - max(0.0, begin + ms - opened))
-            self.gained[i], last = gained, self.end[i]
+    def orders(self, start: int, exposed: float) -> Iterator[Ints]:
+        """Orders in which what leads to `start` comes earlier, what follows its wait later, or both; the own one first.
 
-    def leading(self, start: int, since: float, known: set[int]) -> list[int]:
-        """Nodes that lead to `start`, ran after `since` and are not `known`, as they are issued; adds them there."""
-        found, open_ = [], list(self.dag.nodes[start].deps)
-        while open_:
-            i = open_.pop()
-            done = self.issued[i] if self.dag.nodes[i].kind == Kind.START else self.end[i]
-            if done > since and i not in known:
-                known.add(i)
-                found.append(i)
-                open_ += self.dag.nodes[i].deps
-        return sorted(found, key=self.place.__getitem__)
-
-    def ran(self, nodes: list[int], since: float, now: float) -> float:
-        """When `nodes` have run if nothing else does from `now` on; compute begun before `since` ends first."""
-        at = int(np.searchsorted(self.run_ends, since, side="right"))
-        if nodes and at < len(self.run) and self.begin[self.run[at]] < since:
-            now = max(now, float(self.run_ends[at]))
-        for i in nodes:
-            node = self.dag.nodes[i]
-            if node.kind == Kind.WAIT:
-                now = max(now, self.end[node.start])
-            elif node.kind == Kind.COMPUTE and self.begin[i] >= since:
-                now += node.ms
-        return now
-
-    def busy(self, start: int, ms: float) -> float:
-        """Milliseconds for which its stream is busy in the last `ms` before `start` is issued."""
-        stream, until = self.streams[self.dag.nodes[start].group], self.issued[start]
-        begin, end = self.timeline.begin[stream], self.timeline.end[stream]
-        return float(np.clip(np.minimum(end, until) - np.maximum(begin, until - ms), 0.0, None).sum())
-
-    def earlier(self, start: int, most: float) -> tuple[float, list[int], int]:
-        """How much earlier a start could be issued (at most `most`), nodes that must move, and the place to move to.
-
-        Nodes that lead to the start go first, all others before it go after. A wait among them stays after the end of
-        its collective.
+        By as much as it is exposed, which moves the least, by four times that, and by all that there is.
         """
-        dag, place = self.dag, int(self.place[start])
-        leads, gained, limit, first = {start, *dag.nodes[start].deps}, 0.0, most, place
-        found = [start]
-        for at in range(place - 1, -1, -1):
-            if gained >= limit - self.tiny:
-                break
-            i = int(self.order[at])
-            node = dag.nodes[i]
-            if i not in leads:
-                spent = self.end[i] - self.begin[i] if node.kind == Kind.WAIT else float(self.spare[i])
-                if spent > 0:
-                    gained, first = gained + spent, at
-                continue
-            if node.kind == Kind.WAIT:
-                limit = min(limit, gained + max(0.0, self.begin[i] - self.end[node.start]))
-            leads.update(node.deps)
-            found.append(i)
-        moved = [i for i in reversed(found) if self.place[i] > first]
-        return min(gained, limit), moved, first
+        known, number = self.timeline.order, self.number[start]
+        leads, follows = (self.reach.has(sets, number) * 1.0 for sets in (self.reach.leads_to, self.reach.follows))
+        yield known
+        for shift in (exposed, 4 * exposed, 2 * self.timeline.makespan + 1.0):
+            for by in (-leads, follows, follows - leads):
+                yield known[np.argsort((self.timeline.issued + shift * by)[known], kind="stable")]
 
-    def behind(self, wait: int, most: float) -> tuple[float, list[int]]:
-        """Milliseconds of compute after `wait` that could run when it is reached (at most `most`), and its nodes."""
-        after = self.order[int(self.place[wait]) + 1 :]
-        can = after[self.ready[after] <= self.begin[wait] + self.tiny]
-        ms = self.spare[can].cumsum()
-        count = int(np.searchsorted(ms, most - self.tiny)) + 1
-        return (float(min(most, ms[-1])), can[:count].tolist()) if len(ms) else (0.0, [])
+    def tried(self, start: int, order: Ints, stream: Ints | None = None) -> tuple[float, float, int]:
+        """Exposed milliseconds of a collective that an order hides, by how much it is longer, and its peak of bytes."""
+        from spanwise.overlap import machine  # loads numba, a compiler
 
-    def use(self, nodes: NDArray[np.int64], ms: float) -> None:
-        """Take `ms` of the nodes' spare milliseconds, first nodes first."""
-        spare = self.spare[nodes]
-        before = spare.cumsum() - spare
-        self.spare[nodes] = spare - np.clip(ms - before, 0.0, spare)
-
-    def fits(self, moved: Iterable[int], first: int) -> Why:
-        """MEMORY if moving `moved`, in this order, to place `first` would exceed the budget; else ORDER."""
-        nodes = np.fromiter(moved, np.int64)
-        # The peak grows by no more than the moved nodes allocate.
-        if self.budget is None or int(self.allocated[nodes].sum()) <= self.budget - self.timeline.peak_bytes:
-            return Why.ORDER
-        peak = self.dag.peak_bytes(self.with_moved(nodes, first).tolist())
-        return Why.MEMORY if peak > self.budget else Why.ORDER
-
-    def with_moved(self, nodes: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-        """The order with `nodes`, which all come later, moved to place `first`."""
-        rest = np.delete(self.order, self.place[nodes])
-        return np.concatenate([rest[:first], nodes, rest[first:]])
+        graph = self.graph if stream is None else self.graph._replace(stream=stream)
+        self.left -= len(self.dag)
+        run, wait = Run(*machine.replay(graph, self.limits, order, 1.0)), self.dag.wait_of[start]
+        hides = self.timeline.exposed[start] - float(run.end[wait] - run.begin[wait])
+        return hides, run.makespan - self.timeline.makespan, run.peak
 
 
 def hidden_counts(

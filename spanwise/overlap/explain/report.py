@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
-import numpy as np
 from torch import fx
 
 from spanwise.overlap.bounds import Bounds
@@ -106,7 +105,6 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     starts = [node for node in result.graph_module.graph.nodes if node.target in operators.STARTS]
     issued = [i for i in timeline.order.tolist() if timeline.dag.nodes[i].kind == Kind.START]
     why = reasons(timeline, budget=result.budget)
-    spread = _spread(result)
     given_counts = hidden_counts(timeline, hideable_by(result.given, heavy), result.members)
     return Figures(
         before=order_figures(
@@ -120,8 +118,7 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
             "spanwise", timeline, heavy, names=names, bounds=result.bounds, why=why, given_counts=given_counts
         ),
         collectives=tuple(
-            _collective(result, i, node, names, why.get(i), spread.get(i, 0.0))
-            for i, node in zip(issued, starts, strict=True)
+            _collective(result, i, node, names, why.get(i)) for i, node in zip(issued, starts, strict=True)
         ),
         budget=result.budget,
         barriers=dict(Counter(result.doubts.barriers)),
@@ -130,26 +127,7 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     )
 
 
-def _spread(result: Result) -> dict[int, float]:
-    """`Collective.spread` of buckets, by their starts."""
-    timeline, given = result.timeline, result.given
-    became = {i: unit for unit, members in enumerate(result.members) for i in members}
-    # A node that depends on a start needs it issued; others must have ended.
-    there = np.where(timeline.dag.kinds == Kind.START, timeline.issued, timeline.end)
-    found = {}
-    for start in timeline.dag.starts:
-        if len(result.members[start]) > 1:
-            ready = [
-                max((float(there[became[dep]]) for dep in given.nodes[i].deps), default=0.0)
-                for i in result.members[start]
-            ]
-            found[start] = max(ready) - min(ready)
-    return found
-
-
-def _collective(
-    result: Result, i: int, node: fx.Node, names: Mapping[str, str], reason: Reason | None, spread: float
-) -> Collective:
+def _collective(result: Result, i: int, node: fx.Node, names: Mapping[str, str], reason: Reason | None) -> Collective:
     timeline = result.timeline
     start = timeline.dag.nodes[i]
     given = [t for arg in node.all_input_nodes for t in tensors_of(arg)]
@@ -157,7 +135,7 @@ def _collective(
     operator = str(node.target).removeprefix("_c10d_functional.").removeprefix("c10d_functional.").split(".")[0]
     begin, issued = float(timeline.begin[i]), float(timeline.issued[i])
     group, members = names.get(start.group, start.group), len(result.members[i])
-    return Collective(i, start.name, operator, group, members, size, start.ms, begin, issued, reason, spread)
+    return Collective(i, start.name, operator, group, members, size, start.ms, begin, issued, reason)
 
 
 def summary(found: Figures) -> dict[str, str]:
