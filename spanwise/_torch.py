@@ -41,7 +41,13 @@ def start_all_gather(x: torch.Tensor, group_size: int, name: str, tag: int = _TA
     """Start an all-gather along dim 0; the result is not readable before :func:`wait`. `tag` as in an all-to-all."""
     x = x.contiguous()
     if not _by_messages(x, name):
-        return _ops.all_gather_into_tensor(x, group_size, name)
+        if torch.compiler.is_compiling() or x.device.type == "cpu" or not _is_gloo_of(x.device, find_group(name)):
+            return _ops.all_gather_into_tensor(x, group_size, name)
+        # gloo has no such operator for accelerators, and torch ends the process instead of saying so.
+        received = x.new_empty(group_size, *x.shape)
+        work = find_group(name).allgather([list(received.unbind())], [x.detach()])
+        torch._C._distributed_c10d._register_work(received, work)
+        return received.flatten(0, 1)
     x = x.detach() if x.dim() else x.detach().view(1)
     received = x.new_empty(group_size, *x.shape)
     for work in _messages(received.unbind(), [x] * group_size, find_group(name), tag):
@@ -283,7 +289,11 @@ def assert_async(good: torch.Tensor, text: str) -> None:
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` communicates over gloo on the CPU."""
-    return "cpu:gloo" in dist.get_backend_config(group)
+    return _is_gloo_of(torch.device("cpu"), group)
+
+
+def _is_gloo_of(device: torch.device, group: dist.ProcessGroup) -> bool:
+    return f"{device.type}:gloo" in dist.get_backend_config(group)
 
 
 def has_processes(group: dist.ProcessGroup) -> bool:

@@ -1,11 +1,12 @@
-"""Run on a GPU whatever has only run on CPUs: tests, parity, speed, memory, overlap, calibration, training, planning.
+"""Run on a GPU whatever has only run on CPUs: tests, parity, a rank of eight replayed, rates, training, overlap.
 
     python -m benchmarks.gpu                        # needs a CUDA device; at most 10 minutes
-    python -m benchmarks.gpu --only parity speed    # some steps
+    python -m benchmarks.gpu --only parity replay   # some steps
     python -m benchmarks.gpu --dry                  # all of it on a CPU, at tiny sizes, to see that it runs
 
 Every step is a process with its own time limit: one that fails, crashes or hangs does not keep the others from running.
-Writes one JSON, from which docs/make_gpu.py makes docs/gpu.md. Ends with status 1 if a step failed.
+Writes its JSON after every row, so that a kill loses nothing; docs/make_gpu.py makes docs/gpu.md of it. Ends with
+status 1 if a step failed. Needs an installed torch, and no package index.
 """
 
 from __future__ import annotations
@@ -42,13 +43,19 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("needs a CUDA device; --dry runs all of it on the CPU, at tiny sizes")
     begin = time.monotonic()
     steps = [step for step in make_steps("cpu" if given.dry else "cuda") if step.name in given.only]
-    results = campaign.run(steps, given.seconds, show, ROOT)
-    found = {"dry": given.dry, "date": datetime.date.today().isoformat(), "seconds": round(time.monotonic() - begin, 1)}
-    facts = [row for result in results if result["name"] == "environment" for row in result["rows"]]
     out = given.out or (DRY_RESULT if given.dry else RESULT)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(as_text({**found, "facts": facts[0] if facts else {}, "steps": results}))
-    print(f"{found['seconds']} s in all; wrote {out}" + ("" if given.dry else "; next: python docs/make_gpu.py"))
+    today = datetime.date.today().isoformat()
+
+    def save(results: list[campaign.Row]) -> None:
+        facts = [row for result in results if result["name"] == "environment" for row in result["rows"]]
+        found = {"dry": given.dry, "date": today, "seconds": round(time.monotonic() - begin, 1)}
+        half = out.with_suffix(".part")
+        half.write_text(as_text({**found, "facts": facts[0] if facts else {}, "steps": results}))
+        half.replace(out)
+
+    results = campaign.run(steps, given.seconds, show, ROOT, save)
+    print(f"{time.monotonic() - begin:.0f} s in all; wrote {out}" + ("" if given.dry else "; next: docs/make_gpu.py"))
     return int(any(result["status"] != "ok" for result in results))
 
 
@@ -71,7 +78,7 @@ def as_text(found: campaign.Row) -> str:
 
 def show(result: campaign.Row) -> None:
     """Print a line for a step, and the error of one that failed."""
-    failed = [row for row in result["rows"] if row.get("status", "ok") in ("failed", "timeout")]
+    failed = [row for row in result["rows"] if row.get("status") == "failed"]
     print(
         f"{result['name']:12} {result['status']:8} {result['seconds']:7.1f} s  {len(result['rows'])} rows", flush=True
     )

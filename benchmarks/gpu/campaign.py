@@ -1,7 +1,8 @@
 """Run steps one after the other, each in a process of its own, so that none can take another with it.
 
 A step is a command that appends rows, lines of JSON, to a file. A step that hangs is killed with all processes that it
-started when its time is up; the rows that it wrote until then are kept, as they are after a crash.
+started when its time is up; the rows that it wrote until then are kept, as they are after a crash. Whoever runs the
+steps hears of every row at once, so that a kill of the whole campaign loses nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 _LEAST = 3.0  # seconds below which a step is not begun
+_PERIOD = 0.5  # seconds between two looks for new rows
 _TAIL = 4000  # characters kept of what a failed step printed
 _GOOD = ("ok", "not possible", "skipped")
 
@@ -39,7 +41,13 @@ class Step:
     seconds: float
 
 
-def run(steps: Sequence[Step], total: float, report: Callable[[Row], None], cwd: Path) -> list[Row]:
+def run(
+    steps: Sequence[Step],
+    total: float,
+    report: Callable[[Row], None],
+    cwd: Path,
+    progress: Callable[[list[Row]], None] = lambda results: None,
+) -> list[Row]:
     """Run all steps, whatever becomes of each; returns one result for each step.
 
     A result has ``name``, ``status`` (ok, failed, timeout or skipped), ``seconds``, ``limit``, ``rows`` and ``error``.
@@ -47,17 +55,25 @@ def run(steps: Sequence[Step], total: float, report: Callable[[Row], None], cwd:
     Args:
         total: seconds for all steps together; steps for which no time is left are skipped.
         report: called with each result.
+        progress: called with all results whenever there are new rows; a step that still runs is "running".
     """
-    results = []
+    results: list[Row] = []
     until = time.monotonic() + total
     for step in steps:
         limit = min(step.seconds, until - time.monotonic())
         if limit < _LEAST:
             result = _result(step, "skipped", 0.0, 0.0, [], f"no time was left of {total:.0f} s")
         else:
-            result = _run_one(step, limit, cwd)
+            begin, before = time.monotonic(), list(results)
+
+            def running(rows: list[Row], step: Step = step, limit: float = limit, begin: float = begin) -> None:
+                under_way = _result(step, "running", time.monotonic() - begin, limit, rows, "")
+                progress([*before, under_way])  # noqa: B023
+
+            result = _run_one(step, limit, cwd, running)
         results.append(result)
         report(result)
+        progress(results)
     return results
 
 
@@ -67,7 +83,7 @@ def _result(step: Step, status: str, seconds: float, limit: float, rows: list[Ro
     }  # fmt: skip
 
 
-def _run_one(step: Step, limit: float, cwd: Path) -> Row:
+def _run_one(step: Step, limit: float, cwd: Path, running: Callable[[list[Row]], None]) -> Row:
     with tempfile.TemporaryDirectory(prefix="spanwise-gpu-") as folder:
         file, log = Path(folder, "rows"), Path(folder, "log")
         begin = time.monotonic()
@@ -77,9 +93,7 @@ def _run_one(step: Step, limit: float, cwd: Path) -> Row:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = None
+                code = _watch(process, file, begin + limit, running)
             finally:
                 _end(process)
         seconds, rows = time.monotonic() - begin, read_rows(file)
@@ -94,6 +108,20 @@ def _run_one(step: Step, limit: float, cwd: Path) -> Row:
     return _result(step, "failed" if error else "ok", seconds, limit, rows, error)
 
 
+def _watch(
+    process: subprocess.Popen[bytes], file: Path, until: float, running: Callable[[list[Row]], None]
+) -> int | None:
+    """Wait for a step; returns its exit code, None if its time is up."""
+    size = 0
+    while (left := until - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(_PERIOD, left))
+        if file.exists() and file.stat().st_size != size:
+            size = file.stat().st_size
+            running(read_rows(file))
+    return None
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a step with all that it started."""
     with contextlib.suppress(ProcessLookupError):
@@ -105,6 +133,19 @@ def write_row(file: Path, **row: Any) -> None:
     """Append a row; a crash afterwards cannot lose it."""
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(row) + "\n")
+
+
+@contextlib.contextmanager
+def attempt(file: Path, **row: Any) -> Iterator[Row]:
+    """Write a row with what the body puts into the dict; an error makes it a failed row, and goes no further."""
+    found: Row = {}
+    try:
+        yield found
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip()[:400]}"
+        write_row(file, **row, **found, status="failed", error=text)
+    else:
+        write_row(file, **row, **found, status="ok")
 
 
 def read_rows(file: Path) -> list[Row]:

@@ -19,7 +19,6 @@ from benchmarks.gpu.problem import DIM, HEADS, KV_HEADS, MASKS, TOLERANCES, diff
 from benchmarks.gpu.steps import Context
 from benchmarks.gpu.worlds import Here, NotPossible, World
 from spanwise import _torch
-from spanwise.attention.executor import GATHERED, SHARD, Link, RankStep, bring, kv_form
 
 MODULE = __name__
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -45,17 +44,17 @@ def run(context: Context) -> None:
     alone = World(1, "nccl" if cuda else "gloo", context.device, MODULE, "cell", 60.0, start)
     several = World(size, "gloo", context.device, MODULE, "cell", 90.0 if cuda else 30.0, start)
     masks = MASKS[::4] if context.dry else MASKS
-    names = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+    names = ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
     collectives = [{"what": "collective", "name": name, "dtype": dtype} for name in names for dtype in TOLERANCES]
-    one = [{"what": "exchange function", "name": name} for name in ("all_gather", "needed", "ring")]
-    one += [_attention(mask, "none", *pair) for mask in masks for pair in tried]
-    alone.run([{**cell, "world": f"1 rank, {alone.backend}"} for cell in [*collectives, *one]], context.rows, until)
-    cells = [*collectives, *api_cells.cells(cuda)]
+    one = [*collectives, *(_attention(mask, "none", *pair) for mask in masks for pair in tried)]
+    alone.run([{**cell, "world": f"1 rank, {alone.backend}"} for cell in one], context.rows, until)
+    cells = api_cells.cells(cuda)
     every = itertools.product(masks, tried, EXCHANGES)
     cells += [
         _attention(mask, exchange, *pair) for mask, pair, exchange in every if not context.dry or _is_short(mask, pair)
     ]
     cells += [_attention("documents", "needed, 1 chunk", kernel, dtype) for kernel, dtype in NOT_HERE if cuda]
+    cells += collectives  # last: those that gloo has not for CUDA tensors may end the process
     several.run([{**cell, "world": f"{size} ranks, gloo"} for cell in cells], context.rows, until)
 
 
@@ -73,7 +72,7 @@ def _attention(mask: str, exchange: str, kernel: str, dtype: str) -> Row:
 
 def cell(cell: Row, here: Here) -> Row:
     """One cell on one rank."""
-    known = {"collective": collective, "exchange function": exchange_function, "attention": attention}
+    known = {"collective": collective, "attention": attention}
     return {**known, **api_cells.FUNCTIONS}[cell["what"]](cell, here)
 
 
@@ -146,31 +145,3 @@ def collective(cell: Row, here: Here) -> Row:
         raise
     torch.testing.assert_close(got, wanted[cell["name"]](), rtol=0, atol=0)
     return {"device": str(got.device)}
-
-
-def exchange_function(cell: Row, here: Here) -> Row:
-    """The autograd functions of an exchange in a group of one rank, where the rank sends to itself."""
-    name, draw = _torch.group_name(here.mesh.get_group()), torch.Generator().manual_seed(0)
-    k, v, grad_k, grad_v = (torch.randn(1, 2, 6, 4, generator=draw).to(here.device) for _ in range(4))
-    k, v = k.requires_grad_(), v.requires_grad_()
-    rows = k.transpose(1, 2).flatten(2)[0]
-    at = torch.tensor([4, 1, 1, 0], device=here.device)
-    carries = torch.empty(4, 0, device=here.device)
-    if cell["name"] == "all_gather":
-        sizes = (torch.empty(6, 0, device=here.device),)
-        ((got,),) = bring((rows,), [RankStep(None, None, sizes, sizes, kind=GATHERED)], Link(name, 1, "rows"))
-        wanted, grad = rows, grad_k.transpose(1, 2).flatten(2)[0]
-    elif cell["name"] == "needed":
-        step = RankStep(at, torch.arange(4, device=here.device).flip(0), (carries,), (carries,))
-        ((got,),) = bring((rows,), [step], Link(name, 1, "rows"))
-        wanted, grad = rows[at].flip(0), grad_v.transpose(1, 2).flatten(2)[0][:4]
-    else:
-        steps = [RankStep(None, None, (), (torch.empty(6, 0, device=here.device),), kind=SHARD, peers=(0, 0))]
-        ((of_k, of_v),) = bring((k, v), steps, Link(name, 1, "shard"), kv_form(k, v, steps))
-        got, wanted, grad = torch.cat([of_k, of_v], 3), torch.cat([k, v], 3), torch.cat([grad_k, grad_v], 3)
-    leaves = [k, v] if cell["name"] == "ring" else [k]
-    pairs = [(got, wanted)]
-    pairs += zip(torch.autograd.grad(got, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True)
-    for one, other in pairs:
-        torch.testing.assert_close(one, other)
-    return {}

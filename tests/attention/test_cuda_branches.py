@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 import spanwise
-from benchmarks.gpu.rank_share import seconds
+from benchmarks.gpu.clock import seconds
 from spanwise import SpanMask, _torch
 from spanwise.attention.kernels import flex as flex_module
 from spanwise.attention.kernels.base import AttentionOptions

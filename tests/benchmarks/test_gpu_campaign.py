@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import step_parity
+from benchmarks.gpu import step_parity, step_syncs
+from benchmarks.gpu.calls import call_of_a_rank
 from benchmarks.gpu.campaign import Step, read_rows, run, write_row
 from benchmarks.gpu.steps import LIMIT, NAMES, make_steps
 from benchmarks.gpu.worlds import Here, NotPossible, World
+from spanwise import SpanMask
 from tests.limits import HANG
 from tests.ranks.harness import run_ranks
 
@@ -75,6 +77,15 @@ def _runs(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_rows_are_known_while_a_step_runs() -> None:
+    seen: list[Any] = []
+    run([script("slow", WRITES + "time.sleep(600)", 4.0)], HANG, lambda result: None, ROOT, seen.append)
+    assert [(step["status"], step["rows"]) for (step,) in seen] == [
+        ("running", [{"what": 1}]),
+        ("timeout", [{"what": 1}]),
+    ]
 
 
 def test_time_for_all_steps_is_limited() -> None:
@@ -149,8 +160,19 @@ def _check_attention(row: dict[str, Any]) -> None:
 
 
 def test_dry_run(tmp_path: Path) -> None:
-    """The step that takes few seconds."""
-    assert _dry(tmp_path, ["environment"])["environment"]["rows"][0]["torch"]
+    """The steps that take few seconds."""
+    found = _dry(tmp_path, ["environment", "syncs"])
+    assert found["environment"]["rows"][0]["torch"]
+    assert [row["exchange"] for row in found["syncs"]["rows"]] == list(step_syncs.EXCHANGES)
+    assert all(row["collectives"] for row in found["syncs"]["rows"])
+
+
+@pytest.mark.parametrize("exchange", ["needed", "all_gather", "ring"])
+def test_a_replayed_rank_receives_what_its_plan_says(exchange: str) -> None:
+    mask = SpanMask.documents([0, 100, 600, 2000])
+    with call_of_a_rank(mask, 8, "sdpa", torch.device("cpu"), torch.float32, exchange=exchange) as call:
+        call.attend()
+        assert call.group.received == call.plan.recv_bytes()[call.group.rank()] > 0
 
 
 @pytest.mark.parametrize("exchange", ["needed, 2 chunks", "needed, refetched", "all_gather", "ring", "ulysses"])
