@@ -171,14 +171,22 @@ class Hardware:
             raise ValueError(
                 f"num_bytes must be [receivers, senders], square and not negative, got shape {traffic.shape}"
             )
-        seconds = 0.0
-        inside = np.stack([np.diagonal(traffic)] * 2)  # received and sent by each rank, by the levels inside
-        for link in self.links:
-            within = _within(traffic, link.ranks or max(1, len(traffic)))
-            busiest = (within - inside).max(initial=0.0)
-            seconds = max(seconds, self._seconds(link, float(busiest), "all_to_all"))
-            inside = within
-        return seconds
+        return self.loads_seconds(self.loads(traffic))
+
+    def loads(self, traffic: np.ndarray) -> np.ndarray:
+        """What each rank receives and sends over each level in an all-to-all ``[R, S]``; ``[levels, 2, P]``.
+
+        >>> H100.loads(np.ones((16, 16)))[:, :, 0]
+        array([[7., 7.],
+               [8., 8.]])
+        """
+        within = [_within(traffic, link.ranks or len(traffic)) for link in self.links]
+        return np.diff([np.stack([np.diagonal(traffic)] * 2), *within], axis=0)
+
+    def loads_seconds(self, num_bytes: np.ndarray) -> float:
+        """Seconds of an all-to-all with these `loads` in bytes."""
+        busiest = zip(self.links, num_bytes.max(axis=(1, 2), initial=0.0).tolist(), strict=True)
+        return max(self._seconds(link, most, "all_to_all") for link, most in busiest)
 
     def all_gather_seconds(self, shard_bytes: float, num_ranks: int) -> float:
         """Seconds of an all-gather in which each of ``num_ranks`` ranks contributes ``shard_bytes``.
@@ -282,12 +290,12 @@ class Hardware:
 
 def _within(traffic: np.ndarray, size: int) -> np.ndarray:
     """What each rank receives and sends inside its group of `size` ranks, ``[2, P]``; `traffic` is ``[P, P]``."""
-    ranks = np.arange(len(traffic))
-    first = ranks[::size]
-    if len(first) <= 1:
+    if size >= len(traffic):
         return np.stack([traffic.sum(axis=1), traffic.sum(axis=0)])
-    received = np.add.reduceat(traffic, first, axis=1)[ranks, ranks // size]
-    return np.stack([received, np.add.reduceat(traffic, first, axis=0)[ranks // size, ranks]])
+    rank = np.arange(len(traffic))[:, None]
+    other = rank // size * size + np.arange(size)
+    exists, other = other < len(traffic), np.minimum(other, len(traffic) - 1)
+    return np.stack([(both * exists).sum(axis=1) for both in (traffic[rank, other], traffic[other, rank])])
 
 
 def _number(name: str, value: Any, *, zero: bool = False) -> float:

@@ -140,7 +140,9 @@ class LayoutProblem:
         weights = cast(Mapping[str, float], self.weights)
         # Sorted by name, not in the caller's order: float sums must be the same on every rank.
         first, *others = sorted(figures)
-        total = np.asarray(weights[first] * figures[first])
+        total = (
+            figures[first] if type(weights[first]) is int and weights[first] == 1 else weights[first] * figures[first]
+        )
         for name in others:
             total = total + weights[name] * figures[name]
         return total

@@ -19,7 +19,7 @@ _NOMINAL_KV_HEADS, _NOMINAL_DIM = 8, 128
 
 def within_budget(plans: list[Plan], budget: int) -> list[Plan]:
     """The plans whose exchanges hold at most so many bytes on any rank."""
-    held = [memory.held(plan) for plan in plans]
+    held = [priced(plan).candidates[0].held for plan in plans]
     fitting = [plan for plan, num_bytes in zip(plans, held, strict=True) if num_bytes <= budget]
     if not fitting:
         least = min(range(len(plans)), key=lambda i: held[i])
@@ -32,17 +32,16 @@ def within_budget(plans: list[Plan], budget: int) -> list[Plan]:
 
 def exchange_bound(plans: list[Plan]) -> bool:
     """Whether compute cannot hide the exchange, even in a contiguous layout, which has little traffic."""
-    least = next((plan for plan in plans if plan.kv_exchange.exact), None)
+    least = next((priced(plan).candidates[0] for plan in plans if plan.kv_exchange.exact), None)
     if least is None:
         return False
-    work, seconds = weighted_work(least), _with_shape(least).predict()
-    balanced = seconds["compute_forward"] * (work.mean() / work.max() if work.any() else 1.0)
-    return bool(seconds["exchange_forward"] > _EXPOSED * balanced)
+    return least.seconds["exchange_forward"] > _EXPOSED * least.seconds["compute_forward"] / least.imbalance
 
 
 def fastest(plans: list[Plan]) -> Plan:
     """The simplest plan within the tolerance of the fastest, with the reason; `plans` are sorted, simplest first."""
-    candidates = [_priced(plan) for plan in plans]
+    plans = [priced(plan) for plan in plans]
+    candidates = [plan.candidates[0] for plan in plans]
     seconds = [candidate.seconds["total"] for candidate in candidates]
     fast = [i for i, value in enumerate(seconds) if value <= min(seconds) * (1 + _TOLERANCE)]
     # A baseline that sends and holds far more bytes than another fast plan does not count as simpler.
@@ -95,25 +94,22 @@ def _nominal_shape(inner: int) -> dict[str, int]:
     return {"num_q_heads": 4 * kv_heads, "num_kv_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
 
 
-def _with_shape(plan: Plan) -> Plan:
-    """A copy, so that tables of traffic end with it, with a shape where the plan has none."""
+def priced(plan: Plan) -> Plan:
+    """A copy with what it costs as its only candidate, and without tables of traffic, which are large."""
+    if plan.candidates:
+        return plan
     missing = plan.num_q_heads is None or plan.head_dim is None
-    return plan.replace(**(_nominal_shape(plan.inner) if missing else {}))
-
-
-def weighted_work(plan: Plan) -> np.ndarray:
-    """Work of each rank, all masks by weight."""
-    return np.sum([weight * plan.work(name) for name, weight in plan.weights.items()], axis=0)
-
-
-def _priced(plan: Plan) -> Candidate:
-    nominal, work = _with_shape(plan), weighted_work(plan)
-    recv = np.sum([weight * nominal.recv_tokens(name) for name, weight in plan.weights.items()], axis=0)  # its tables
+    nominal = plan.replace(**_nominal_shape(plan.inner)) if missing else plan
+    work, recv = (
+        np.sum([weight * figure(name) for name, weight in plan.weights.items()], axis=0)
+        for figure in (plan.work, plan.recv_tokens)
+    )
     imbalance = float(work.max() / work.mean()) if work.any() else 1.0
-    return Candidate(
+    candidate = Candidate(
         plan.balancer, plan.exchange, plan.stages, imbalance, float(recv.mean()), float(recv.max()),
         memory.held(nominal), nominal.predict(), plan.relayout,
     )  # fmt: skip
+    return plan.replace(candidates=(candidate,))
 
 
 def _name(plan: Plan) -> str:

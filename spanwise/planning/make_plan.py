@@ -131,10 +131,9 @@ def make_plan(
     else:
         plans = ways.variants(balancer)
     plans += ways.traded("contiguous" if balancer == "auto" else balancer, plans[0].balancer)
-    plans = recurrent.variants(plans)
     if memory_budget is not None:
         plans = choice.within_budget(plans, int(memory_budget))
-    return plans[0] if len(plans) == 1 else choice.fastest(plans)
+    return plans[0].replace(candidates=()) if len(plans) == 1 else choice.fastest(plans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +182,7 @@ class _Ways:
             return []
         ulysses = EXCHANGES["ulysses"]
         plan = self._assigned(balancer, label, *ulysses.levels(outer))
-        return [plan.replace(kv_exchange=ulysses)]
+        return recurrent.variants([plan.replace(kv_exchange=ulysses)])
 
     def _assigned(self, balancer: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
         layout, kv_layout, block_size = self.problem.layouts(balancer, outer, inner)
@@ -196,18 +195,19 @@ class _Ways:
 
 
 def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
-    """The plan with every exchange and number of chunks that the caller left open, simplest first."""
+    """The plan with every exchange and number of chunks that were left open, simplest first; priced, if several."""
     exchanges, stages = request.exchanges(), request.stages
     if plan.num_groups == 1:  # nothing travels between groups
         named = EXCHANGES["ulysses"] if plan.inner > 1 else request.exchange or plan.kv_exchange
-        return [plan.replace(kv_exchange=named, keep_kv=request.keeps_kv(named))]
+        return recurrent.variants([plan.replace(kv_exchange=named, keep_kv=request.keeps_kv(named))])
+    counts = [(exchange, count) for exchange in exchanges for count in exchange.counts(stages)]
+    if len(counts) > 1:
+        plan.count()  # once for all variants
     found = []
-    for exchange in exchanges:
-        counts = exchange.counts(stages)
-        if len(counts) > 1 or len(exchanges) > 1:
-            plan.count()  # once for all variants
-        chosen = plan.replace(kv_exchange=exchange, keep_kv=request.keeps_kv(exchange))
-        variants = [chosen.replace(stages=count) for count in counts]
+    for exchange, count in counts:
+        variant = plan.replace(kv_exchange=exchange, keep_kv=request.keeps_kv(exchange), stages=count)
         # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
-        found += [x for x in variants if x.stages in (1, stages) or x.stages in map(x.num_chunks, x.masks)]
+        if count in (1, stages) or count in map(variant.num_chunks, variant.masks):
+            variants = recurrent.variants([variant])
+            found += [choice.priced(x) for x in variants] if len(counts) > 1 else variants
     return found

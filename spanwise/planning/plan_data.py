@@ -27,15 +27,17 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.candidate import Candidate
 from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, Exchange, route_of
-from spanwise.routes.route import Route, RouteProblem, from_owners, pair_tokens
+from spanwise.routes.route import Route, RouteProblem, read_pairs
 
 PlanT = TypeVar("PlanT", bound="PlanData")
 
 # Cached values that follow from masks, layouts and ranks alone.
 _COMPUTED = (
     "batch_size", "num_groups", "groups", "kv_groups", "query_rows", "causal", "_work", "_needs", "_local_work",
-    "_reads", "_needed_traffic",
+    "_pairs",
 )  # fmt: skip
+# Fields that change no route.
+_UNROUTED = frozenset(("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "relayout"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,7 +154,7 @@ class PlanData:
             self.mask(mask)
             rows = self._needs[mask][: traffic.num_rows(self.masks[mask], self.layout)]
             problem = RouteProblem(
-                rows, self._reads[mask], self.kv_groups, self.stages, self.block_size, self.host_groups
+                rows, self._pairs[mask], self.kv_groups, self.stages, self.block_size, self.host_groups
             )
             self._routes[mask] = route_of(self.kv_exchange, problem, self.batch_size)
         return self._routes[mask]
@@ -257,19 +259,13 @@ class PlanData:
 
     def needed_traffic(self, mask: str = "default") -> Int64:
         """K/V tokens of each other group that a group reads; int64 ``[G receivers, G senders]``."""
-        self.mask(mask)
-        return self._needed_traffic[mask]
+        return self._pairs[mask] * (self.batch_size // traffic.num_rows(self.mask(mask), self.layout))
 
     @functools.cached_property
-    def _needed_traffic(self) -> dict[str, Int64]:
-        alike = {name: self.batch_size // traffic.num_rows(mask, self.layout) for name, mask in self.masks.items()}
-        return {name: alike[name] * pair_tokens(moves, self.num_groups) for name, moves in self._reads.items()}
-
-    @functools.cached_property
-    def _reads(self) -> dict[str, Int64]:
-        """All needs, as moves from their owners."""
+    def _pairs(self) -> dict[str, Int64]:
+        """Needed tokens by pair of groups, of the batch rows that differ."""
         rows = {name: traffic.num_rows(mask, self.layout) for name, mask in self.masks.items()}
-        return {name: from_owners(self._needs[name][:count], self.kv_groups) for name, count in rows.items()}
+        return {name: read_pairs(self._needs[name][:count], self.kv_groups) for name, count in rows.items()}
 
     def num_chunks(self, mask: str = "default") -> int:
         """Chunks in which the K/V of other groups arrive; 0 where nothing travels.
@@ -282,7 +278,10 @@ class PlanData:
 
     def recv_tokens(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``."""
-        return self.traffic(mask).sum(axis=1)
+        self.mask(mask)
+        tokens = np.repeat(self.route(mask).tokens.sum(axis=(0, 2)), self.inner)
+        held = self.batch_size * self.kv_layout.tokens_per_rank
+        return tokens + np.repeat(held.reshape(-1, self.inner).sum(axis=1), self.inner) - held
 
     # ---------------------------------------------------------------- the attention's shape
 
@@ -308,7 +307,7 @@ class PlanData:
 
     def count(self) -> None:
         """Compute areas and traffic now, so that variants made by `replace` share them."""
-        _ = self._work, self._local_work, self._needed_traffic
+        _ = self._work, self._local_work, self._pairs
 
     def replace(self: PlanT, **changes: Any) -> PlanT:
         """The plan with other fields; areas and traffic are kept unless masks, layout or ranks change."""
@@ -317,6 +316,8 @@ class PlanData:
             for name in _COMPUTED:
                 if name in self.__dict__:
                     other.__dict__[name] = self.__dict__[name]
+        if changes.keys() <= _UNROUTED and "_routes" in self.__dict__:
+            other.__dict__["_routes"] = self._routes
         return other
 
     @functools.cached_property

@@ -62,7 +62,7 @@ def simulate(plan: PlanData, mask: str) -> timeline.Timeline:
     copy, steps = plan.hardware.copy_seconds(1.0), len(route.sources) > 0
     num_heads, v_dim = plan.attention_shape[0] // inner, plan.attention_shape[3]
     queries, keys, sent = (np.repeat(each, inner) for each in (plan.query_rows, route.held, route.packed.sum(axis=0)))
-    received = _over_ranks(plan, route.padded).sum(axis=2).T
+    received = np.repeat(route.received, inner, axis=1).T
     pack = copy * (kv_bytes * (keys * steps + sent))  # K and V of a token become one row, which is sent
     unpack = copy * (2 * grad_bytes * sent + kv_bytes * keys * steps)
     merged = copy * (1.5 * num_heads * v_dim * plan.sum_itemsize * queries)  # two results read, one written
@@ -77,42 +77,37 @@ def simulate(plan: PlanData, mask: str) -> timeline.Timeline:
         forward[:, -1] += output
         backward[:, -1] += output
 
-    refetch = None if plan.keep_kv else _exchange(plan, route.direct, kv_bytes, gradients=False)
+    fetched, home = _exchange(plan, route, kv_bytes, grad_bytes)
+    refetch = None if plan.keep_kv else _exchange(plan, route.direct, kv_bytes, grad_bytes)[0]
     group = np.repeat(route.joined, inner, axis=1)  # a rank meets those at its place in other groups
     joined = np.where(group < 0, -1, group * inner + np.arange(plan.num_ranks) % inner)
     passes = [
-        timeline.forward(
-            pack, forward, _exchange(plan, route, kv_bytes, gradients=False), chained=route.chained, joined=joined
-        ),
-        timeline.backward(
-            backward, _exchange(plan, route, grad_bytes, gradients=True), unpack, refetch, chained=route.chained,
-            joined=joined,
-        ),
-    ]  # fmt: skip
+        timeline.forward(pack, forward, fetched, chained=route.chained, joined=joined),
+        timeline.backward(backward, home, unpack, refetch, chained=route.chained, joined=joined),
+    ]
     if inner > 1:
         there, back = (heads.trade_seconds(plan, backward=backward) for backward in (False, True))
         passes = [timeline.between_trades(passes[0], *there), timeline.between_trades(passes[1], *reversed(back))]
     return timeline.Timeline(*passes)
 
 
-def _over_ranks(plan: PlanData, of_groups: Int64) -> Int64:
-    """Tables between groups ``[…, G, G]`` as tables between ranks: a rank trades with its place in other groups."""
-    return of_groups if plan.inner == 1 else np.kron(of_groups, np.eye(plan.inner, dtype=np.int64))
-
-
-def _exchange(plan: PlanData, route: Route, token_bytes: Float64, *, gradients: bool) -> Float64:
-    """Seconds of each step of a route, ``[n]``; with `gradients` of the collectives that bring gradients home.
+def _exchange(plan: PlanData, route: Route, kv_bytes: Float64, grad_bytes: Float64) -> tuple[Float64, Float64]:
+    """Seconds of each step of a route, and of the collectives that bring its gradients home; ``[n]`` each.
 
     Args:
-        token_bytes: ``[P]``, bytes of a token on each rank.
+        kv_bytes, grad_bytes: ``[P]``, bytes of a token on each rank; equal at the same place of all groups.
     """
-    rates, tables = plan.hardware, _over_ranks(plan, route.padded)
+    rates = plan.hardware
     if route.gathered and plan.inner == 1:
-        one = rates.reduce_scatter_seconds if gradients else rates.all_gather_seconds
-        return np.array([one(float(tables.max()) * token_bytes[0], plan.num_ranks)])
-    if gradients:
-        tables = tables.transpose(0, 2, 1)
-    return np.array([rates.all_to_all_seconds(table * token_bytes[:, None]) for table in tables])
+        shard = float(route.padded.max())
+        forward = rates.all_gather_seconds(shard * kv_bytes[0], plan.num_ranks)
+        return np.array([forward]), np.array([rates.reduce_scatter_seconds(shard * grad_bytes[0], plan.num_ranks)])
+    loads = []
+    for table in route.padded:  # between ranks: each trades with its place in other groups
+        loads.append(rates.loads(table if plan.inner == 1 else np.kron(table, np.eye(plan.inner, dtype=np.int64))))
+    # Gradients travel the other way, and what ranks receive and send changes places: the busiest has as much.
+    there, home = (np.array([rates.loads_seconds(load * x) for load in loads]) for x in (kv_bytes, grad_bytes))
+    return there, home
 
 
 def _attention(plan: PlanData, mask: str, route: Route) -> list[Float64]:
@@ -133,8 +128,8 @@ def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
 
     Elsewhere in proportion to tokens; every chunk has nearly the proportions of the whole.
     """
-    tokens = _over_ranks(plan, route.tokens).sum(axis=2).T
-    if len(route.sources) > 1 and tokens.sum() > plan.needed_tokens(mask).sum():
+    tokens = np.repeat(route.tokens.sum(axis=2), plan.inner, axis=1).T
+    if len(route.sources) > 1 and not route.exact and tokens.sum() > plan.needed_tokens(mask).sum():
         areas = [pairs_over(plan.mask(mask), plan.groups, _by_row(step.moves), plan.batch_size) for step in route.steps]
         return np.repeat(np.stack(areas, axis=1), plan.inner, axis=0).astype(np.float64)
     remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)

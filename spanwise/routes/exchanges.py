@@ -16,7 +16,7 @@ from spanwise.layouts.runs import subtract_runs
 from spanwise.masks.arrays import Int64
 from spanwise.masks.spans import merge_runs
 from spanwise.routes import relays
-from spanwise.routes.route import EVERYONE, RECEIVER, ROW, SENDER, START, STOP, Route, RouteProblem, Step, pair_tokens
+from spanwise.routes.route import EVERYONE, RECEIVER, ROW, SENDER, START, STOP, Route, RouteProblem, Step, Tables
 
 Steps = list[Step]
 
@@ -47,7 +47,7 @@ def needed(problem: RouteProblem) -> Steps:
     moves, pair, length = moves[order], pair[order], length[order]
     pairs, first = np.unique(pair, return_index=True)
     begin, total = np.cumsum(length) - length, np.add.reduceat(length, first)
-    ends = (begin[first][:, None] + _part_ends(total, count, block)).ravel()
+    ends = (begin[first][:, None] + np.stack(_part_ends(total, count, block), axis=1)).ravel()
     # Both ascend, so that a stable sort merges them: a tenth of np.unique's time for 1,024 ranks.
     edges = np.sort(np.concatenate([begin, ends]), kind="stable")
     edges = edges[np.append(True, np.diff(edges) > 0)]
@@ -61,26 +61,28 @@ def needed(problem: RouteProblem) -> Steps:
     return [Step(-1, cut[chunk == i]) for i in range(count)]
 
 
-def count_needed(problem: RouteProblem) -> Int64:
-    """Tokens of each step of `needed`, int64 ``[n, G receivers, G senders]``, without its moves.
+def count_needed(problem: RouteProblem) -> Tables:
+    """The tables of `needed`.
 
     A plan of 16M tokens on 1,024 ranks tries several layouts and numbers of chunks, each with millions of moves: 20
-    seconds with moves, 2 without.
+    seconds with moves, 1 without.
     """
-    table, size, count = pair_tokens(problem.reads, problem.num_groups), problem.num_groups, problem.num_chunks
-    if count == 1 or -(-int(table.max()) // problem.block_size) < count:
-        return table[None] if table.any() else table[None][:0]
-    receiver, sender = np.nonzero(table)
-    part = np.diff(_part_ends(table[receiver, sender], count, problem.block_size), axis=1, prepend=0)
-    found = np.zeros((count, size, size), np.int64)
-    for i in range(count):
-        found[(i + receiver - sender) % count, receiver, sender] = part[:, i]
-    return found
+    table, count, block = problem.pairs, problem.num_chunks, problem.block_size
+    if count == 1 or -(-int(table.max()) // block) < count:
+        return [(-1, table)]
+    pair, size = np.flatnonzero(table), table.size
+    total, distance = table.ravel()[pair], np.subtract(*np.divmod(pair, len(table)))
+    found, before = np.zeros(count * size, np.int64), np.zeros_like(total)
+    for i, end in enumerate(_part_ends(total, count, block)):
+        found[(distance + i) % count * size + pair] = end - before
+        before = end
+    return [(-1, each) for each in found.reshape(count, *table.shape)]
 
 
-def _part_ends(total: Int64, count: int, block: int) -> Int64:
-    """Where each of `count` parts of lists of `total` tokens ends, in whole blocks, alike; ``[n, count]``."""
-    return np.minimum(-(-np.arange(1, count + 1) * -(-total // block)[:, None] // count) * block, total[:, None])
+def _part_ends(total: Int64, count: int, block: int) -> list[Int64]:
+    """Where each of `count` parts of lists of `total` tokens ends, in whole blocks, alike; ``[n]`` each."""
+    blocks = -(-total // block)
+    return [np.minimum(-(-i * blocks // count) * block, total) for i in range(1, count + 1)]
 
 
 def hierarchical(problem: RouteProblem) -> Steps:
@@ -125,7 +127,7 @@ class Exchange:
         keeps_kv: default of ``keep_kv``; "auto" considers others under a memory budget only.
         by_host: a token enters a host once; for hardware that has hosts.
         heads: trades heads for tokens (Ulysses): all ranks are one group, to which no K/V come.
-        count: the tokens of each step and pair of groups, where prices need no moves.
+        count: the source of each step, and its tokens by pair of groups, where prices need no moves.
     """
 
     name: str
@@ -137,7 +139,7 @@ class Exchange:
     keeps_kv: bool = True
     by_host: bool = False
     heads: bool = False
-    count: Callable[[RouteProblem], Int64] | None = None
+    count: Callable[[RouteProblem], Tables] | None = None
 
     def levels(self, num_ranks: int) -> tuple[int, int]:
         """``(groups, ranks of a group)`` for so many ranks on a 1-D mesh."""
@@ -157,7 +159,8 @@ EXCHANGES = {
         Exchange("all_gather", all_gather, "all of the other ranks; {} of them are read, mean", everything=True),
         Exchange("needed", needed, _READ, (1, 2, 4), exact=True, count=count_needed),
         Exchange(
-            "hierarchical", hierarchical, f"{_READ}; those of other hosts enter its host once", exact=True, by_host=True
+            "hierarchical", hierarchical, f"{_READ}; those of other hosts enter its host once", exact=True,
+            by_host=True, count=relays.count,
         ),
         Exchange("ring", ring, "whole shards, one after the other; {} tokens of them are read, mean", keeps_kv=False),
         Exchange(
@@ -212,7 +215,9 @@ def route_of(exchange: Exchange, problem: RouteProblem, batch_size: int) -> Rout
                 steps.append(Step(number[source], moves))
         return tuple(steps)
 
-    counted = exchange.count(problem) if exchange.count is not None else None
+    counted = None
+    if exchange.count is not None:
+        counted = [(source, table) for source, table in exchange.count(problem) if table.any()]
     route = Route(make, problem.layout, len(problem.needs), batch_size, exchange.exact, counted)
     if own:
         _check_route(exchange.name, problem, route)

@@ -13,6 +13,7 @@ computes the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.traffic import row_of
 from spanwise.masks.arrays import Int64
-from spanwise.routes.route import RouteProblem
+from spanwise.routes.route import RouteProblem, Tables, pair_tokens
 
 
 class Moves(NamedTuple):
@@ -54,37 +55,52 @@ class _Pieces(NamedTuple):
     def of(self, index: np.ndarray) -> _Pieces:
         return _Pieces(*(x[index] for x in self))
 
+    def readers(self) -> tuple[Int64, Int64]:
+        """Each piece and each group that reads it, int64 ``[m]``."""
+        piece, place = np.nonzero(self.reads)
+        return piece, self.host[piece] * self.reads.shape[1] + place
+
+    def tokens_from(self, sender: Int64, size: int) -> Int64:
+        """Tokens by pair of `size` groups, if each piece goes from its `sender` to each group that reads it."""
+        piece, receiver = self.readers()
+        return pair_tokens(receiver, sender[piece], self.tokens[piece], size)
+
     def moves(self, sender: Int64, row: int) -> Int64:
         """Moves ``[m, 5]`` of every piece of a batch row from its `sender` to each group that reads it."""
-        piece, place = np.nonzero(self.reads)
+        piece, receiver = self.readers()
         start = self.start[piece]
-        receiver = self.host[piece] * self.reads.shape[1] + place
-        moves = np.empty((len(piece), 5), np.int64)
-        for column, values in enumerate((row, receiver, sender[piece], start, start + self.tokens[piece])):
-            moves[:, column] = values
-        return moves
+        return np.column_stack([np.full_like(start, row), receiver, sender[piece], start, start + self.tokens[piece]])
 
 
 def moves(problem: RouteProblem) -> Moves:
     """How the rows of K/V travel that groups read and do not hold."""
+    found = []
+    for row, (near, far, others, relay) in enumerate(_rows(problem)):
+        direct = np.concatenate([near.moves(near.owner, row), far.moves(far.owner, row)])
+        found.append(Moves(direct, others.moves(relay, row)))
+    return Moves(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+
+def count(problem: RouteProblem) -> Tables:
+    """Tokens of `moves` by pair of groups, without them."""
+    size = problem.num_groups
+    direct, passed = np.zeros((2, size, size), np.int64)
+    for near, far, others, relay in _rows(problem):
+        direct += near.tokens_from(near.owner, size) + pair_tokens(relay, far.owner, far.tokens, size)
+        passed += others.tokens_from(relay, size)
+    return [(-1, direct), (0, passed)]
+
+
+def _rows(problem: RouteProblem) -> Iterator[tuple[_Pieces, _Pieces, _Pieces, Int64]]:
+    """Of each batch row: pieces of readers' own hosts, others for their relays, the same for other readers, relays."""
     size = problem.host_groups
-    load = np.zeros((-(-problem.num_groups // size), size), np.int64)
-    tables = [_row_moves(needs, problem.layout, row, load) for row, needs in enumerate(problem.needs)]
-    return Moves(*(np.concatenate(each) for each in zip(*tables, strict=True)))
-
-
-def _row_moves(needs: list[Int64], layout: Layout, row: int, load: Int64) -> Moves:
-    """The moves of one batch row; adds to `load` ``[H, P]`` the tokens that each group gets from other hosts."""
-    pieces = _pieces(needs, layout, row_of(layout, row), load.shape[1])
-    inside = pieces.owner // load.shape[1] == pieces.host
-    near, far, relay = pieces.of(inside), *_relayed(pieces.of(~inside), load)
-    place = (np.arange(len(relay)), relay % load.shape[1])
-    others = far.reads.copy()
-    others[place] = False
-    alone = np.zeros_like(others)
-    alone[place] = True
-    direct = np.concatenate([near.moves(near.owner, row), far._replace(reads=alone).moves(far.owner, row)])
-    return Moves(direct, far._replace(reads=others).moves(relay, row))
+    load = np.zeros((-(-problem.num_groups // size), size), np.int64)  # tokens that each group gets from other hosts
+    for row, needs in enumerate(problem.needs):
+        pieces = _pieces(needs, problem.layout, row_of(problem.layout, row), size)
+        inside = pieces.owner // size == pieces.host
+        near, far, relay = pieces.of(inside), *_relayed(pieces.of(~inside), load)
+        alone = np.arange(size) == (relay % size)[:, None]
+        yield near, far._replace(reads=alone), far._replace(reads=far.reads & ~alone), relay
 
 
 def _pieces(needs: list[Int64], layout: Layout, row: int, places: int) -> _Pieces:

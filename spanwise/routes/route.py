@@ -29,6 +29,9 @@ ROW, RECEIVER, SENDER, START, STOP = range(5)
 EVERYONE = -1  # as a receiver: all groups but the sender get all that it owns, by an all-gather
 
 
+Tables = list[tuple[int, Int64]]  # of each step its source, and its tokens by pair: [G receivers, G senders]
+
+
 class Step(NamedTuple):
     """One collective of a route.
 
@@ -47,7 +50,7 @@ class RouteProblem:
 
     Attributes:
         needs: for each batch row and group, the runs of keys that it reads and does not hold, int64 ``[n, 2]``.
-        reads: the same as moves from the owners, int64 ``[m, 5]``; by batch row, receiver, start.
+        pairs: tokens of these by pair of groups, int64 ``[receivers, senders]``.
         layout: the keys that each group holds.
         num_chunks: in how many chunks the keys should come.
         block_size: tile in tokens.
@@ -55,7 +58,7 @@ class RouteProblem:
     """
 
     needs: Needs
-    reads: Int64
+    pairs: Int64
     layout: Layout
     num_chunks: int = 1
     block_size: int = 128
@@ -65,6 +68,15 @@ class RouteProblem:
     def num_groups(self) -> int:
         """Number of groups, G."""
         return self.layout.num_ranks
+
+    @functools.cached_property
+    def reads(self) -> Int64:
+        """The needs as moves from the groups that hold the keys, int64 ``[m, 5]``; by batch row, receiver, start."""
+        found = [np.empty((0, 5), np.int64)]
+        for row, runs_of in enumerate(self.needs):
+            receiver = np.repeat(np.arange(len(runs_of)), [len(runs) for runs in runs_of])
+            found.append(_cut_by_owner(self.layout, row, receiver, np.concatenate(runs_of)))
+        return np.concatenate(found)
 
     def held(self, row: int) -> Int64:
         """What the groups hold in a batch row, int64 ``[n, 3]``: group, start, stop; ascending by group, then start."""
@@ -87,7 +99,7 @@ class Route:
         rows: batch rows of the moves.
         batch_size: of the plan, a multiple of `rows`.
         exact: whether the exchange moves only what is read; its rows always have an index, as compiled graphs want it.
-        counted: `tokens` of one batch row, where they were counted without moves; then all steps are from owners.
+        counted: of each step its source and its tokens, where they were counted without moves.
     """
 
     make: Callable[[], tuple[Step, ...]]
@@ -95,7 +107,7 @@ class Route:
     rows: int
     batch_size: int
     exact: bool = False
-    counted: Int64 | None = None
+    counted: Tables | None = None
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -105,7 +117,7 @@ class Route:
     @functools.cached_property
     def sources(self) -> list[int]:
         """The source of each step."""
-        return [step.source for step in self.steps] if self.counted is None else [-1] * len(self.counted)
+        return [source for source, _ in (self.steps if self.counted is None else self.counted)]
 
     @property
     def num_groups(self) -> int:
@@ -115,18 +127,25 @@ class Route:
     @functools.cached_property
     def tokens(self) -> Int64:
         """Tokens of each step and pair of groups, int64 ``[n, G receivers, G senders]``."""
+        found = np.zeros((len(self.sources), self.num_groups, self.num_groups), np.int64)
         if self.counted is not None:
-            return self.counted * (self.batch_size // self.rows)
-        size = self.num_groups
-        found = np.zeros((len(self.steps), size, size), np.int64)
+            for table, (_, counted) in zip(found, self.counted, strict=True):
+                np.multiply(counted, self.batch_size // self.rows, out=table)
+            return found
         for table, step in zip(found, self.steps, strict=True):
             if gathers(step):
                 length = step.moves[:, STOP] - step.moves[:, START]
-                table += np.bincount(step.moves[:, SENDER], length, size).astype(np.int64)
+                table += np.bincount(step.moves[:, SENDER], length, self.num_groups).astype(np.int64)
                 np.fill_diagonal(table, 0)
             else:
-                table += pair_tokens(step.moves, size)
+                _, receiver, sender, start, stop = step.moves.T
+                table += pair_tokens(receiver, sender, stop - start, self.num_groups)
         return found * (self.batch_size // self.rows)
+
+    @functools.cached_property
+    def received(self) -> Int64:
+        """Tokens that each group receives in each step, padding included; int64 ``[n, G]``."""
+        return self.padded.sum(axis=2)
 
     @functools.cached_property
     def padded(self) -> Int64:
@@ -184,7 +203,7 @@ class Route:
         Args:
             keep: whether chunks are kept for the backward.
         """
-        count, came, left = len(self.sources), self.padded.sum(axis=2), self.packed
+        count, came, left = len(self.sources), self.received, self.packed
         change = np.zeros((3 * count + 2, self.num_groups), np.int64)
 
         def lives(tokens: Int64, first: int, until: int) -> None:
@@ -203,7 +222,7 @@ class Route:
                 lives(came[i], begin, max(used, *passed, 0))
                 continue
             lives(came[i] + (left[i] if self.gathered else 0), begin, 3 * i + 3)
-            lives(self.tokens[i].sum(axis=1), 3 * i + 1, used)
+            lives(self.tokens[i].sum(axis=1) if self.gathered else came[i], 3 * i + 1, used)
         return np.asarray(change[:end].cumsum(axis=0).max(axis=0))
 
     @functools.cached_property
@@ -222,19 +241,19 @@ class Route:
         return found
 
 
-def pair_tokens(moves: Int64, size: int) -> Int64:
-    """Tokens that the moves bring, by pair of `size` groups; int64 ``[receivers, senders]``."""
-    pair = moves[:, RECEIVER] * size + moves[:, SENDER]
-    return np.bincount(pair, moves[:, STOP] - moves[:, START], size * size).astype(np.int64).reshape(size, size)
+def pair_tokens(receiver: Int64, sender: Int64, tokens: Int64, size: int) -> Int64:
+    """Tokens of moves by pair of `size` groups; int64 ``[receivers, senders]``."""
+    return np.bincount(receiver * size + sender, tokens, size * size).astype(np.int64).reshape(size, size)
 
 
-def from_owners(needs: Needs, layout: Layout) -> Int64:
-    """`RouteProblem.reads`: the groups' needs as moves from the groups of `layout` that hold the keys."""
-    found = [np.empty((0, 5), np.int64)]
+def read_pairs(needs: Needs, layout: Layout) -> Int64:
+    """`RouteProblem.pairs`: tokens that groups need of each other, by the `layout` of keys."""
+    total = np.zeros((layout.num_ranks, layout.num_ranks), np.int64)
     for row, runs_of in enumerate(needs):
-        receiver = np.repeat(np.arange(len(runs_of)), [len(runs) for runs in runs_of])
-        found.append(_cut_by_owner(layout, row, receiver, np.concatenate(runs_of)))
-    return np.concatenate(found)
+        reader = np.repeat(np.arange(len(runs_of)), [len(runs) for runs in runs_of])
+        run, owner, both = layout.owners_of(np.concatenate(runs_of), row_of(layout, row))
+        total += pair_tokens(reader[run], owner, both[:, 1] - both[:, 0], layout.num_ranks)
+    return total
 
 
 def _cut_by_owner(layout: Layout, row: int, receiver: Int64, runs: Int64) -> Int64:
@@ -250,16 +269,13 @@ def gathers(step: Step) -> bool:
 
 def components(tokens: Int64) -> Int64:
     """Groups that a table ``[G, G]`` joins get the same number, the lowest of them; -1 without traffic; ``[G]``."""
-    one, other = np.nonzero(tokens)
-    label = np.arange(len(tokens))
-    while True:  # each takes the lowest number of those that it talks to; doubling halves the distance
-        lowest = label.copy()
-        np.minimum.at(lowest, one, label[other])
-        np.minimum.at(lowest, other, label[one])
-        lowest = lowest[lowest]
-        if (lowest == label).all():
-            break
-        label = lowest
-    talks = np.zeros(len(tokens), bool)
-    talks[one] = talks[other] = True
-    return np.where(talks, label, -1)
+    talks = tokens > 0
+    talks |= talks.T.copy()
+    label = np.full(len(tokens), -1)
+    for first in np.flatnonzero(talks.any(axis=1)).tolist():
+        if label[first] < 0:
+            label[first], reached = first, np.array([first])
+            while len(reached):
+                reached = np.flatnonzero(talks[reached].any(axis=0) & (label < 0))
+                label[reached] = first
+    return label

@@ -15,7 +15,7 @@ from spanwise.layouts.by_document import ByDocument
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem, offsets_of_documents
 from spanwise.masks.span_mask import SpanMask
-from spanwise.routes.route import from_owners, pair_tokens
+from spanwise.routes.route import read_pairs
 from tests.planning.test_scale import lognormal as scaled
 
 
@@ -115,7 +115,7 @@ def test_no_rank_sends_a_long_document_alone(num_ranks, host_size):
     mask = SpanMask.documents(np.cumsum([0, *lengths]))
     layout = ByDocument(host_size=host_size).assign(LayoutProblem({"default": mask}), num_ranks)
     assert np.ptp(layout.tokens_per_rank) <= 1 and imbalance(layout, mask) <= 1.03
-    tokens = pair_tokens(from_owners(traffic.needs(mask, layout, layout, 1), layout), num_ranks)
+    tokens = read_pairs(traffic.needs(mask, layout, layout, 1), layout)
     assert tokens.sum(axis=0).max() <= 3 * tokens.sum(axis=0).mean()
 
 

@@ -194,7 +194,7 @@ def test_a_plan_that_was_used_pickles_what_it_has_computed_but_no_rank_plans() -
     plan.count()
     again = pickle.loads(pickle.dumps(plan))
     assert plan.built and not again.built
-    assert {"fingerprint", "_work", "_needs", "_needed_traffic"} <= again.__dict__.keys()
+    assert {"fingerprint", "_work", "_needs", "_pairs"} <= again.__dict__.keys()
     changed = again.replace(stages=2)
     assert "_work" in changed.__dict__ and changed.fingerprint != plan.fingerprint
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise import make_plan
+from spanwise import H100, make_plan
 from spanwise.layouts import traffic as areas_of
 from spanwise.layouts.layout import Layout
 from spanwise.planning.plan import Plan
@@ -164,14 +164,15 @@ def test_traffic(problem: tuple[Plan, Dense]) -> None:
     assert plan.recv_tokens().tolist() == traffic.sum(axis=1).tolist()
 
 
-@given(problems(exchange="needed"), st.sampled_from([1, 2, 4]))
-def test_tokens_counted_without_moves_are_those_of_the_moves(problem: tuple[Plan, Dense], stages: int) -> None:
+@given(problems(exchange="needed"), st.sampled_from([("needed", 1), ("needed", 2), ("needed", 4), ("hierarchical", 1)]))
+def test_tokens_counted_without_moves_are_those_of_the_moves(problem: tuple[Plan, Dense], way: tuple[str, int]) -> None:
     plan, _ = problem
+    if plan.exchange == "ulysses":
+        return
+    plan = plan.replace(exchange=way[0], stages=way[1], hardware=H100.with_host_size(2 * plan.inner))
     for name in plan.masks:
-        route = plan.replace(stages=stages).route(name)
-        if plan.exchange == "ulysses":
-            continue
-        assert route.counted is not None and len(route.sources) == len(route.steps)
+        route = plan.route(name)
+        assert route.counted is not None and route.sources == [step.source for step in route.steps]
         assert dataclasses.replace(route, counted=None).tokens.tolist() == route.tokens.tolist()
 
 
