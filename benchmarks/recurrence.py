@@ -29,7 +29,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 import spanwise
 from spanwise import recurrence
-from spanwise.integrations.transformers.mixers import functions
+from spanwise.integrations.transformers import mixers
 from spanwise.planning import recurrent
 
 HEADS, DIM, WIDTH = 8, 64, 4
@@ -97,7 +97,7 @@ def channels(tokens: int) -> Layer:
     rates = -torch.randn(CHANNELS, STATES, generator=rng).abs()
     b, c = (torch.randn(1, STATES, tokens, generator=rng) for _ in range(2))
     return Layer(
-        partial(functions.mamba_selective_scan, route), modeling_mamba.mamba_selective_scan,
+        partial(mixers.mamba_selective_scan, route), modeling_mamba.mamba_selective_scan,
         [x, functional.softplus(step), rates, b, c], 12 * tokens * CHANNELS * STATES, 0,
     )  # fmt: skip
 

@@ -75,9 +75,7 @@ def test_the_sdist_holds_what_a_checkout_needs(dist: Path) -> None:
     }  # fmt: skip
 
 
-EXTRAS = {
-    key: {"transformers", "accelerate"} for key in ("integrations/transformers", "integrations/transformers/mixers")
-}  # imported with their own module
+EXTRAS = {"integrations/transformers": {"transformers", "accelerate"}}  # imported with their own module
 
 
 def _imported(tree: ast.AST) -> set[str]:

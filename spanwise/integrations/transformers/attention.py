@@ -89,7 +89,7 @@ def mask(before: str, *args: Any, **kwargs: Any) -> Any:
     if given is None or kind_of(given) is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[before](*args, **kwargs)
     kind = _kind_of_function(kwargs["mask_function"], kwargs["config"], given.device)
-    return empty_mask(kind, given.device, planned_of(given))
+    return empty_mask(given.device, planned_of(given), kind)
 
 
 def _function(before: str, module: torch.nn.Module) -> Callable[..., Any]:

@@ -19,11 +19,10 @@ from spanwise._torch import tree_leaves, tree_map
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters, check_same
 from spanwise.integrations.transformers.attention import PREFIX
-from spanwise.integrations.transformers.blocks import find_blocks
 from spanwise.integrations.transformers.documents import DESCRIPTIONS, Batch, Documents, find_documents
-from spanwise.integrations.transformers.masks import NO_ATTENTION, mask_names, plan_documents
+from spanwise.integrations.transformers.masks import NO_ATTENTION, block_mask, mask_names, plan_documents
 from spanwise.integrations.transformers.outputs import GlobalLoss
-from spanwise.integrations.transformers.planned import ARGUMENT, UNMADE, PlannedBatch, empty_mask, marked, shard
+from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, empty_mask, marked, shard
 from spanwise.planning.documents import packings
 from spanwise.recurrence import recurrence_route
 
@@ -129,7 +128,7 @@ def _arguments(
     """Arguments of one model, for documents and a plan that fit the batch, and its `names` of masks there."""
     site, config, device = site_of(model), model.config, local.tokens.device
     _check_options(batch, model, names)
-    blocks, given = find_blocks(batch, config, documents), batch.get("position_ids")
+    blocks, given = block_mask(batch, config, documents), batch.get("position_ids")
     last = (documents.positions if given is None else documents.flat(given, given.dim() - 2)).max()
     planned = PlannedBatch(
         plan=local,
@@ -163,7 +162,7 @@ def _arguments(
         if "position_ids" not in arguments and not counts and "position_ids" in read:  # or encoders would get them
             arguments["position_ids"] = documents.restored(documents.positions[0]).to(device)
     if requested:
-        arguments["attention_mask"] = empty_mask(UNMADE, device, planned)
+        arguments["attention_mask"] = empty_mask(device, planned)
     return arguments | labels | {"use_cache": False, ARGUMENT: planned}
 
 

@@ -1,20 +1,23 @@
-"""Plans from a model's config: masks of full, sliding and chunked attention, inside of documents, and states.
+"""Plans from a model's config and batch: masks of attention inside of documents, and prices of carried states.
 
-The rules of masks are those of `transformers.masking_utils`. Layers that carry a state along the sequence need none;
-what they exchange has a price for the choice of a layout.
+The rules of masks are those of `transformers.masking_utils` 5.23, and of the models' own code where tokens of images
+and prefixes read each other in both directions.
 """
+
+# N tokens that are kept
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 import spanwise
-from spanwise.integrations.transformers.blocks import BIDIRECTIONAL, OF_IMAGES, find_blocks, rule_of
-from spanwise.integrations.transformers.documents import Batch, Documents, find_documents
+from spanwise.integrations.transformers.documents import Batch, Documents, find_documents, of_tokens
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 # Types of layers that have a mixer of `mixers.table`, and the kind of attention that they have beside it.
@@ -35,6 +38,50 @@ _STATES: tuple[tuple[Any, Any, Any, Any, bool], ...] = (
     ("lru_width", 1, 1, "conv1d_width", False),
     ("hidden_size", 1, 1, "conv_L_cache", False),
 )
+_BIDIRECTIONAL, _OF_IMAGES = "use_bidirectional_attention", "vision"  # of text configs; a value: inside of images
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """Which tokens of a model read each other.
+
+    Attributes:
+        argument: of the model's forward; marks tokens.
+        marks: its values for tokens that read each other.
+        runs: whether they do inside of each run of marked tokens, or all of a document.
+        windowed: whether windows of sliding layers end such reading on the left.
+        sliding_alone: whether full layers stay causal.
+        needed: whether a batch without the argument is an error.
+        when: an attribute of the text config, and its values for which the rule holds.
+    """
+
+    argument: str
+    marks: tuple[int, ...]
+    runs: bool
+    windowed: bool = False
+    sliding_alone: bool = False
+    needed: bool = False
+    when: tuple[str, tuple[Any, ...]] = (_BIDIRECTIONAL, (None, False))
+
+
+_VISION = (_BIDIRECTIONAL, (_OF_IMAGES,))
+_GEMMA3 = _Rule("token_type_ids", (1,), runs=True, windowed=True)
+_RULES = {
+    "gemma3": _GEMMA3,
+    "shieldgemma2": _GEMMA3,
+    "gemma4": _Rule("mm_token_type_ids", (1, 2), runs=True, windowed=True, sliding_alone=True, when=_VISION),
+    "gemma4_unified": _Rule("mm_token_type_ids", (1, 2), runs=True, when=_VISION),
+    # Without marks its SDPA attention is not causal at all, and its eager attention is.
+    "paligemma": _Rule("token_type_ids", (0,), runs=False, needed=True, when=(_BIDIRECTIONAL, (None, False, True))),
+    "molmo2": _Rule("mm_token_type_ids", (1,), runs=False),
+    "hrm_text": _Rule("token_type_ids", (1,), runs=False, when=("prefix_lm", (True,))),
+}
+
+
+def _rule_of(config: Any) -> _Rule | None:
+    """The rule of a model's config; None where no tokens read each other in both directions."""
+    rule = _RULES.get(getattr(config, "model_type", ""))
+    return rule if rule and getattr(config.get_text_config(), rule.when[0], None) in rule.when[1] else None
 
 
 def layer_types(config: Any) -> tuple[str, ...]:
@@ -43,7 +90,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
     Raises:
         ValueError: layers that neither are attention over spans of keys nor may carry a state.
     """
-    rule, config = rule_of(config), config.get_text_config()
+    rule, config = _rule_of(config), config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         number, windowed = (_of_all_layers(config, name) for name in ("num_hidden_layers", "sliding_window"))
@@ -55,8 +102,8 @@ def layer_types(config: Any) -> tuple[str, ...]:
     unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise ValueError(f"{name} has layers of type {unknown}; context parallelism takes those among {known}")
-    bidirectional = None if rule is not None else getattr(config, BIDIRECTIONAL, None)
-    if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != OF_IMAGES):
+    bidirectional = None if rule is not None else getattr(config, _BIDIRECTIONAL, None)
+    if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != _OF_IMAGES):
         raise ValueError(f"{name} says that attention is not causal; set is_decoder=True, or use data parallelism")
     kinds = tuple(kinds[: config.num_hidden_layers])
     for kind, length in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
@@ -86,10 +133,10 @@ def mask_weights(config: Any) -> dict[str, int]:
 
 def _span_masks(config: Any, kinds: Iterable[str], documents: Documents, batch: Batch) -> dict[str, spanwise.SpanMask]:
     """The masks of a model's layers, of the `kinds` of `mask_weights`."""
-    text, blocks, masks = config.get_text_config(), find_blocks(batch, config, documents), {}
-    window = getattr(text, "sliding_window", None)
+    text, rule, blocks, masks = config.get_text_config(), _rule_of(config), block_mask(batch, config, documents), {}
+    window = getattr(text, "sliding_window", None) or 0
     for kind in kinds:
-        left = {SLIDING: (window or 0) - 1, NO_ATTENTION: 0}.get(kind)
+        left = {SLIDING: window - 1, NO_ATTENTION: 0}.get(kind)
         if documents.tree is None:
             chunk = text.attention_chunk_size if kind == CHUNKED else None
             limits = None if left is None else (left, 0)
@@ -98,9 +145,46 @@ def _span_masks(config: Any, kinds: Iterable[str], documents: Documents, batch: 
             raise ValueError(f"{type(config).__name__} has layers of chunked attention, which a tree has no mask for")
         else:
             masks[kind] = documents.tree.mask(window=left)
-        if blocks is not None:
-            masks[kind] = blocks.added_to(masks[kind], window if kind == SLIDING else None)
+        if rule is not None and blocks is not None and (kind == SLIDING or not rule.sliding_alone):
+            limited = rule.windowed and kind == SLIDING
+            reach = spanwise.SpanMask.sliding_window(blocks.q_len, window - 1, blocks.q_len) if limited else blocks
+            masks[kind] |= blocks & reach
     return masks
+
+
+def block_mask(batch: Batch, config: Any, documents: Documents) -> spanwise.SpanMask | None:
+    """Which of the N tokens read each other in both directions; None where the model has no rule, or nothing is marked.
+
+    Raises:
+        ValueError: a batch without marks that the model needs, or with images of a model that has no rule here.
+    """
+    rule, name = _rule_of(config), type(config).__name__
+    if rule is None:  # a text model alone may have the config of one that reads images
+        marks, reads = batch.get("mm_token_type_ids"), getattr(config.get_text_config(), _BIDIRECTIONAL, None)
+        if marks is not None and reads == _OF_IMAGES and bool(((marks == 1) | (marks == 2)).any()):
+            raise ValueError(f"tokens of an image or video read each other by {name}; known are {', '.join(_RULES)}")
+        return None
+    given = batch.get(rule.argument)
+    if documents.tree is not None:
+        raise ValueError(f"tokens of a model with {name} may read each other, which no tree has a mask for")
+    if given is None:
+        if rule.needed:
+            raise ValueError(f"{name} trains on batches with {rule.argument} [B, S], as its processor makes them")
+        return None
+    of_tokens(rule.argument, given, (documents.rows, documents.length))
+    marked = torch.isin(documents.flat(given)[0].cpu(), torch.tensor(rule.marks)).numpy()
+    document = np.repeat(np.arange(1, len(documents.cu_seqlens)), np.diff(documents.cu_seqlens))
+    run = np.where(marked, document, 0)  # a run ends with its document
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(run)) + 1, [len(run)]])
+    within = run[edges[:-1]] > 0
+    starts, ends = edges[:-1][within], edges[1:][within]
+    block = np.arange(len(starts)) if rule.runs else run[starts]
+    start, end = np.zeros((2, max(np.bincount(block), default=1), len(run)), np.int64)
+    for first, last, own in zip(starts, ends, block, strict=True):
+        runs = np.flatnonzero(block == own)
+        start[: len(runs), first:last] = starts[runs, None]
+        end[: len(runs), first:last] = ends[runs, None]
+    return spanwise.SpanMask(start, end, len(run))
 
 
 def recurrences(config: Any, layers: int) -> dict[str, spanwise.Recurrence] | None:

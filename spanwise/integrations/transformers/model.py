@@ -25,9 +25,9 @@ from spanwise.integrations.transformers.attention import KIND, PREFIX, register
 from spanwise.integrations.transformers.documents import is_packed
 from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, site_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
-from spanwise.integrations.transformers.mixers.table import attach, check_known, conv_width
+from spanwise.integrations.transformers.mixers import attach, check_known, conv_width
 from spanwise.integrations.transformers.outputs import LOSSES, GlobalLoss, mark_outputs, version_of
-from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, UNMADE, empty_mask, kind_of, planned_of
+from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, empty_mask, kind_of, planned_of
 
 _POOLED = "ForSequenceClassification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads|ForNextSentence"  # of classes
 _OWN_MASKS = ("DogeAttention", "GitModel")  # classes that change masks, and fail on those of planned batches
@@ -224,7 +224,7 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if tokens.shape[:2] != planned.positions.shape:
         kwargs = cut(kwargs, planned, "the decoder")
     if not isinstance(mask, dict) and kind_of(mask) is None:  # not made before
-        mask = empty_mask(UNKNOWN, device) if compiling else empty_mask(UNMADE, device, planned)
+        mask = empty_mask(device, kind=UNKNOWN) if compiling else empty_mask(device, planned)
     return (), kwargs | {"attention_mask": mask, ARGUMENT: planned}
 
 

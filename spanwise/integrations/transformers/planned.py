@@ -12,7 +12,6 @@ import torch
 
 import spanwise
 from spanwise.integrations.transformers.documents import Documents
-from spanwise.integrations.transformers.masks import KINDS
 from spanwise.layouts.layout import Layout
 from spanwise.recurrence import RecurrenceRoute
 
@@ -65,23 +64,23 @@ def shard(planned: PlannedBatch, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return spanwise.shard(planned.plan, x=planned.documents.flat(x, dim), dim=dim + 1)
 
 
-# Attention of a planned batch gets an empty mask, whose second dim is the index of the kind that the model asked for.
-# No other mask is empty, and models that slice the last dims leave it as it is. From an unmade one the registered mask
-# function makes one of a kind.
-UNMADE, UNKNOWN, OTHER = "no kind yet", "an unknown kind", "another kind"  # …; not looked at; none of KINDS
-_KINDS = (UNMADE, *KINDS, UNKNOWN, OTHER)
-_PLANNED = "_spanwise_planned"  # attribute of such masks, and of labels, for models that drop keyword arguments
+# Attention of a planned batch gets an empty mask of four dims, which transformers hands through as it is. Of an unmade
+# one, of two dims, the registered mask function makes one that names the kind that the model asked for.
+UNMADE, UNKNOWN, OTHER = "no kind yet", "an unknown kind", "another kind"  # …; not looked at; none of `masks.KINDS`
+_PLANNED, _KIND = "_spanwise_planned", "_spanwise_kind"  # attributes; also of labels, for models that drop keywords
 
 
-def empty_mask(kind: str, device: torch.device, planned: PlannedBatch | None = None) -> torch.Tensor:
-    """A mask of four dims, which transformers hands through to attention as it is; of two if `UNMADE`."""
-    index = _KINDS.index(kind)
-    return marked(torch.ones((1, index, 0, 0) if index else (1, 0), dtype=torch.bool, device=device), planned)
+def empty_mask(device: torch.device, planned: PlannedBatch | None = None, kind: str = UNMADE) -> torch.Tensor:
+    """A mask that stands for the plan's, and names a kind in eager code. No other mask is empty."""
+    mask = torch.ones((1, 0) if kind == UNMADE else (1, 1, 0, 0), dtype=torch.bool, device=device)
+    if not torch.compiler.is_compiling():
+        setattr(mask, _KIND, kind)
+    return marked(mask, planned)
 
 
 def kind_of(mask: Any) -> str | None:
-    """The kind that `empty_mask` made `mask`, or what it is a view of, for; None for other masks."""
-    return _KINDS[mask.shape[1]] if isinstance(mask, torch.Tensor) and mask.numel() == 0 else None
+    """The kind that an `empty_mask` names, unknown in compiled code and for views; None for other masks."""
+    return getattr(mask, _KIND, UNKNOWN) if isinstance(mask, torch.Tensor) and mask.numel() == 0 else None
 
 
 def planned_of(mask: Any) -> PlannedBatch | None:
@@ -89,8 +88,8 @@ def planned_of(mask: Any) -> PlannedBatch | None:
     return getattr(mask, _PLANNED, None)
 
 
-def marked(mask: torch.Tensor, planned: PlannedBatch | None) -> torch.Tensor:
-    """`mask`, or other inputs of a model, from which `planned_of` gets the batch."""
+def marked(x: torch.Tensor, planned: PlannedBatch | None) -> torch.Tensor:
+    """`x`, an input of a model, from which `planned_of` gets the batch."""
     if not torch.compiler.is_compiling():
-        setattr(mask, _PLANNED, planned)
-    return mask
+        setattr(x, _PLANNED, planned)
+    return x

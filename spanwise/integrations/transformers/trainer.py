@@ -1,6 +1,6 @@
 """trainer: `transformers.Trainer`, or a trainer of trl, that cuts each batch over a cp mesh.
 
-To the trainer each cp group is one process: its ranks load the same batches (`accelerator`), and the model returns
+To the trainer each cp group is one process: its ranks load the same batches (`CpAccelerator`), and the model returns
 whole outputs and the loss of the whole batch on each of them (`whole`). So everything that a trainer computes from
 these, its metrics and its counts, is what it is without context parallelism on as many processes as there are cp
 groups. Gradients are averaged over all ranks, by DDP or FSDP2, as accelerate does anyway.
@@ -15,16 +15,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.utils import recursively_apply, send_to_device  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from spanwise.integrations.transformers.accelerator import group_processes
 from spanwise.integrations.transformers.documents import find_documents
 from spanwise.integrations.transformers.inputs import SITE, site_of
 from spanwise.integrations.transformers.model import context_parallel
-from spanwise.integrations.transformers.refusals import check_accelerator, check_arguments, check_model, check_trainer
 from spanwise.integrations.transformers.whole import Step, restore_outputs
+
+_OF_TRL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
+_REWARD = "load the model by AutoModel, restore its hidden states by spanwise.unshard, and compute rewards from them"
+_PARALLELISM = "leave it out: accelerate's context parallelism drops masks, and the mesh of hf.trainer takes its place"
+_GENERATION = "leave it False: each cp group generates with the model, or by a rollout_func that asks a server of yours"
+_ARGUMENTS = {  # refused where they are set, and what to do
+    "parallelism_config": _PARALLELISM,
+    "eval_use_gather_object": "leave it False; ranks gather tensors",
+    "auto_find_batch_size": "set per_device_train_batch_size: one rank alone would take a smaller one",
+    "torch_compile": "compile the layers of the model before, with layer.compile()",
+    "use_liger_kernel": "leave it False: its loss would be that of one rank's tokens",
+    "neftune_noise_alpha": "leave it None: its noise depends on the length of a rank's input",
+    "use_vllm": _GENERATION,
+    "use_transformers_continuous_batching": _GENERATION,
+    "log_completions": "leave it False: completions would be logged once for each rank",
+}
 
 
 def trainer(base: type[Any], mesh: DeviceMesh, **options: Any) -> type[Any]:
@@ -47,7 +63,7 @@ def trainer(base: type[Any], mesh: DeviceMesh, **options: Any) -> type[Any]:
     >>> hf.trainer(Trainer, mesh=None).__name__
     'ContextParallelTrainer'
     """
-    check_trainer(base)
+    _check_base(base)
     front = _Rollouts if "GRPOTrainer" in (cls.__name__ for cls in base.__mro__) else _ContextParallel
     attributes = {"cp_mesh": mesh, "cp_options": options, "__module__": base.__module__}
     return type(f"ContextParallel{base.__name__}", (front, base), attributes)
@@ -70,9 +86,9 @@ class _ContextParallel(transformers.Trainer):
             self._cut(self.ref_model)  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
-        check_arguments(self.args)
+        _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
-        check_accelerator(self)
+        _check_accelerator(self)
         # Otherwise a stream's batches would be divided among all ranks.
         self.accelerator.dataloader_config.dispatch_batches = self.accelerator.dispatch_batches or False
         group_processes(self.accelerator, self.cp_mesh)
@@ -87,7 +103,11 @@ class _ContextParallel(transformers.Trainer):
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         mesh = self.cp_mesh["cp"]
         if not hasattr(inner, SITE):
-            check_model(inner)
+            if inner.loss_function is not ForCausalLMLoss:
+                raise ValueError(
+                    f"hf.trainer takes causal language models, whose loss is that of ForCausalLM; the loss_type of "
+                    f"{type(inner).__name__} is {getattr(inner, 'loss_type', None)!r}"
+                )
             context_parallel(model, mesh, **self.cp_options)
         site = site_of(inner)
         if (site.mesh, site.loss_mesh, site.reduce_loss) != (mesh, mesh, True):
@@ -177,3 +197,100 @@ def _without_first_labels(batch: Any) -> Any:
         return batch
     documents = find_documents(batch)
     return {**batch, "labels": documents.flat(labels).masked_fill((documents.positions == 0).to(labels.device), -100)}
+
+
+class CpAccelerator(Accelerator):
+    """An accelerator for which each cp group is one process: what it loads, gathers and divides by.
+
+    Files, barriers and the process that logs stay those of all ranks; gradients are averaged over all ranks.
+    """
+
+    cp_groups: torch.Tensor  # int64 [groups, cp]: the global ranks of each group
+
+    @property
+    def num_processes(self) -> int:
+        return self.cp_groups.shape[0]
+
+    @property
+    def process_index(self) -> int:
+        return int((self.cp_groups == self.state.process_index).any(dim=1).nonzero())
+
+    def gather(self, tensor: Any) -> Any:
+        """What `Accelerator.gather` returns, from the first rank of each cp group."""
+        return self.first_of_groups(super().gather(tensor))
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """What `Accelerator.reduce` returns, where each cp group counts once."""
+        reduced, size = super().reduce(tensor, reduction, scale), self.cp_groups.shape[1]
+        if reduction != "sum":
+            return reduced
+        return recursively_apply(lambda total: total / size if total.is_floating_point() else total // size, reduced)
+
+    def first_of_groups(self, gathered: Any) -> Any:
+        """Rows of the first rank of each cp group, of tensors ``[all ranks * rows, …]``."""
+        world, first = self.cp_groups.numel(), self.cp_groups[:, 0]
+        if world == 1:
+            return gathered
+        return recursively_apply(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), gathered)
+
+
+def group_processes(accelerator: Accelerator, mesh: DeviceMesh) -> None:
+    """Make `accelerator` a `CpAccelerator`; raise ValueError for a mesh that is not of "cp" and data-parallel axes."""
+    names, ranks = mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
+    if "cp" not in names or any(name != "cp" and not name.startswith("dp") for name in names):
+        raise ValueError(
+            f"hf.trainer takes a mesh of 'cp' and data-parallel axes ('dp', 'dp_shard', 'dp_replicate'), got axes "
+            f"{names}; for other axes call hf.context_parallel and write the loop"
+        )
+    if sorted(ranks) != list(range(accelerator.state.num_processes)):
+        raise ValueError(
+            f"the mesh has the ranks {ranks} and accelerate runs {accelerator.state.num_processes} processes; give a "
+            f"mesh of all processes, started by torchrun or accelerate launch"
+        )
+    accelerator.__class__ = CpAccelerator
+    accelerator.cp_groups = mesh.mesh.movedim(names.index("cp"), -1).reshape(-1, mesh["cp"].size()).cpu()
+
+
+def _check_base(base: type[Any]) -> None:
+    """Raise ValueError for a base class that is not known to be right."""
+    if not (isinstance(base, type) and issubclass(base, transformers.Trainer)):
+        raise ValueError(f"hf.trainer takes transformers.Trainer or a subclass, got {base!r}")
+    if issubclass(base, (_ContextParallel, transformers.Seq2SeqTrainer)):
+        raise ValueError(f"hf.trainer takes trainers of causal language models without a mesh, got {base.__name__}")
+    of_trl = [cls for cls in base.__mro__ if cls.__module__.startswith("trl.")]
+    # trl derives trainers with other losses and models from these.
+    if of_trl and (of_trl[0].__name__ not in _OF_TRL or of_trl[0].__module__.startswith("trl.experimental.")):
+        name = of_trl[0].__name__
+        raise ValueError(
+            f"hf.trainer takes {', '.join(_OF_TRL)} of trl itself and your own subclasses of them, got {name} of "
+            f"{of_trl[0].__module__}; call hf.context_parallel and write the loop: "
+            f"{_REWARD if name == 'RewardTrainer' else 'compute its loss'}"
+        )
+
+
+def _check_arguments(args: Any) -> None:
+    """Raise ValueError for training arguments that are not exact under context parallelism; with a remedy."""
+    given = {name: remedy for name, remedy in _ARGUMENTS.items() if getattr(args, name, None)}
+    if args.accelerator_config.dispatch_batches:
+        given["dispatch_batches=True"] = "leave it None or False"
+    if args.train_sampling_strategy == "batch_rebalance":
+        given["train_sampling_strategy='batch_rebalance'"] = "use another; the plan of a batch balances the cp ranks"
+    _refuse(given)
+
+
+def _check_accelerator(trainer: Any) -> None:
+    """Raise ValueError for what accelerate was set to, also by its own config file."""
+    accelerator, given = trainer.accelerator, {}
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if accelerator.parallelism_config is not None:
+        given["parallelism_config"] = _PARALLELISM
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        given["a model loaded with distributed_config"] = "load it without, and shard it by fsdp_config={'version': 2}"
+    if trainer.is_deepspeed_enabled or (fsdp is not None and fsdp.fsdp_version != 2):
+        given["deepspeed" if trainer.is_deepspeed_enabled else "fsdp version 1"] = "use fsdp_config={'version': 2}"
+    _refuse(given)
+
+
+def _refuse(given: dict[str, str]) -> None:
+    for name, remedy in given.items():
+        raise ValueError(f"{name} does not go with hf.trainer; {remedy}")

@@ -15,8 +15,6 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from spanwise.integrations import transformers as hf
-from spanwise.integrations.transformers.blocks import find_blocks
-from spanwise.integrations.transformers.documents import find_documents
 from tests.integrations.transformers import images, tiny
 from tests.ranks.harness import run_ranks
 
@@ -144,12 +142,8 @@ def test_masks(name: str) -> None:
     make, argument, _ = MODELS[name]
     batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "cu_seq_lens_q": offsets, argument: marks}
     config = make().config
-    blocks = find_blocks(batch, config, find_documents(batch))
-    assert blocks is not None
-    assert [x.tolist() for x in (blocks.starts, blocks.ends)] == [[1, 3, 5], [3, 4, 7]]
     document = np.array([0, 0, 0, 1, 1, 1, 1, 1])
     causal = np.tril(np.ones((8, 8), bool)) & (document[:, None] == document)
     block = np.array([-1, 0, 0, 1, -2, 2 if name == "gemma3" else 1, 2 if name == "gemma3" else 1, -3])
     mask = hf.make_plan(batch, config, 1).masks["full_attention"]
     assert (mask.dense()[0] == (causal | (block[:, None] == block))).all()
-    assert blocks.added_to(mask, None) == mask

@@ -1,0 +1,331 @@
+"""Layers that carry a state along the sequence: their mixers compute on shards, as for each document alone.
+
+Mixers of transformers compute everything that crosses tokens in a few functions of their modeling file. The forward of
+an instance becomes its class's own forward, rebuilt with other globals: those functions are replaced, everything else
+is transformers' code. No class and no module changes.
+
+Each replacement has the arguments of its namesake in the modeling files, behind the route of the batch, and returns
+this rank's part of what its namesake returns.
+"""
+
+# T tokens of this rank, C channels, H heads, K key dim, V value dim, N state size
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+import spanwise
+from spanwise import recurrence
+from spanwise.integrations.transformers.masks import MIXED, layer_types
+from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
+from spanwise.recurrence import RecurrenceRoute
+
+
+def causal_conv1d(
+    route: RecurrenceRoute,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """``[1, C, T]``: a convolution of each channel ``[C, width]`` over the tokens before in the document."""
+    x = hidden_states[0].t().to(weight.dtype)
+    out = recurrence.causal_conv(x, weight, bias, route).reshape(x.shape)  # compiled code sees then that T is the same
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.t()[None].to(hidden_states.dtype)
+
+
+def delta_rule(
+    route: RecurrenceRoute, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """``[1, T, H, V]`` of the gated delta rule; with decays ``[1, T, H]`` a head, or ``[1, T, H, K]`` a channel."""
+    assert kwargs.get("initial_state") is None and not kwargs.get("output_final_state")  # there is no cache
+    q, k, v, decay, b = (x[0].float() for x in (query, key, value, g, beta))
+    normalize = kwargs.get("use_qk_l2norm_in_kernel", False)
+    out: Any = recurrence.gated_delta(q, k, v, decay, b, route, normalize=normalize)
+    return out[None].to(query.dtype), None
+
+
+def mamba2_chunk_scan(
+    route: RecurrenceRoute,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """``[1, T, H, V]`` in float32 of Mamba-2's scan, which is linear attention with one decay a head."""
+    assert initial_states is None and not return_final_states and z is None
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = functional.softplus(dt)
+    dt = dt.clamp(*dt_limit)[0].float()
+    x = hidden_states[0].float()
+    out: Any = recurrence.gated_linear(C[0].float(), B[0].float(), x * dt[..., None], A.float() * dt, route, scale=1.0)
+    if D is not None:
+        out = out + D[..., None] * x
+    return out[None]
+
+
+def mamba_selective_scan(
+    route: RecurrenceRoute,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """``[1, C, T]`` of Mamba's scan: linear attention with a head for each channel and a decay for each of N states."""
+    assert not return_last_state
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = functional.softplus(dt)
+    x, step = hidden_states[0].t(), dt[0].t()  # [T, C]
+    decay = A * step[..., None]  # [T, C, N]
+    q, k = (y[0].t()[:, None].float() for y in (C, B))  # [T, 1, N]
+    out: Any = recurrence.gated_linear(q, k, (step * x.float())[..., None], decay, route, scale=1.0)
+    out = out[..., 0].to(x.dtype)
+    if D is not None:
+        out = out + x * D
+    out = out.t()[None]
+    return out if z is None else out * functional.silu(z)
+
+
+def none(route: RecurrenceRoute, *args: Any, **kwargs: Any) -> None:
+    """What fused kernels' namesakes return where there is no kernel: the mixer then takes its other path."""
+
+
+def lightning_attention(
+    route: RecurrenceRoute, module: Any, hidden_states: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """MiniMax: ``[1, T, hidden]``, linear attention with a constant decay a head."""
+    qkv = module.act_fn(module.qkv_proj(hidden_states))[0]
+    q, k, v = qkv.unflatten(-1, (module.num_attention_heads, 3 * module.head_dim)).chunk(3, dim=-1)
+    decay = -module.slope_rate.flatten().to(torch.promote_types(v.dtype, torch.float32))
+    out: Any = recurrence.gated_linear(q, k, v, decay, route, scale=1.0)
+    out = module.norm(out.flatten(1)[None])
+    return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
+
+
+def griffin(
+    route: RecurrenceRoute, module: Any, input_states: Tensor, position_ids: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """RecurrentGemma: ``[1, T, hidden]``, a convolution and a linear recurrence of each channel."""
+    y = module.act_fn(module.linear_y(input_states))
+    x = module.linear_x(input_states)
+    x = recurrence.causal_conv(x[0], module.conv_1d.weight, module.conv_1d.bias, route)[None]
+    x = type(module.rg_lru).forward(_WithScan(module.rg_lru, route), x, position_ids)
+    return module.linear_out(x * y), None
+
+
+class _WithScan:
+    """A `RecurrentGemmaRglru` whose scan passes states between ranks, and that keeps no state."""
+
+    def __init__(self, module: nn.Module, route: RecurrenceRoute) -> None:
+        self._module, self._route = module, route
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def _rnn_scan(self, hidden_states: Tensor, recurrent_gate: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        """``[1, T, C]``. A document starts from zeros, so that nothing needs to be reset."""
+        one = torch.ones(hidden_states.shape[1], 1, 1, device=hidden_states.device)
+        # A gate may underflow to 0, whose logarithm has no gradient.
+        gate = recurrent_gate[0].float().clamp(min=torch.finfo(torch.float32).tiny)
+        x, decay = hidden_states[0].float()[..., None], gate.log()
+        out: Any = recurrence.gated_linear(one, one, x, decay, self._route, scale=1.0)
+        return out[..., 0][None].to(hidden_states.dtype), None
+
+
+# Class names of mixers whose forward calls functions of its file for all that crosses tokens.
+_CALLERS = frozenset([
+    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
+    "KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer",
+    "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer", "MambaMixer", "FalconMambaMixer",
+    "JambaMambaMixer", "ZambaMambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv",
+])  # fmt: skip
+# What replaces these functions: convolutions, scans, and fused kernels, which are left out.
+_CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv1d}
+_SCANS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba2_chunk_scan,
+    "mamba_selective_scan": mamba_selective_scan,
+}
+_FUSED = dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), none)
+# Class names of mixers that compute in their own code, and what replaces their forward.
+_WHOLE: dict[str, Callable[..., Any]] = {
+    "MiniMaxLightningAttention": lightning_attention,
+    "RecurrentGemmaRecurrentBlock": griffin,
+}
+_FORWARD = "forward"  # in place of a name of a function: the forward itself
+# Class names of other modules that carry something along the sequence.
+_UNKNOWN = ("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection", "FNetFourierTransform")
+_BEHIND = ("JambaMambaMixer",)  # layers of these do not pass keyword arguments on
+
+
+class PlannedForward:
+    """Instance attribute `forward` of a mixer, whose functions know of ranks while a batch is planned.
+
+    Attributes:
+        module: the mixer.
+        functions: what its forward calls in place of functions of its file, each with a route in front.
+        expected: whether the decoder runs a planned batch, so that a call without a plan is an error.
+    """
+
+    def __init__(self, module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.module, self.functions, self.expected = module, functions, False
+        self._route: RecurrenceRoute | None = None  # of the call that runs
+        calls = {name: functools.partial(self._call, f) for name, f in functions.items()}
+        self._planned = calls.get(_FORWARD) or with_globals(type(module).forward, calls)
+
+    def __reduce__(self) -> Any:  # for copies and pickles: the rest belongs to this instance
+        return PlannedForward, (self.module, self.functions)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        planned = mask if isinstance(mask, PlannedBatch) else kwargs.pop(ARGUMENT, None) or planned_of(mask)
+        if planned is None:
+            if self.expected:
+                name = type(self.module).__name__
+                raise ValueError(f"{name} was called without the plan of its batch; its model must pass keywords on")
+            return type(self.module).forward(self.module, *args, **kwargs)
+        kwargs["attention_mask"] = None  # there is no padding
+        tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
+        if planned.there is not None:
+            assert planned.route is not None
+            move = functools.partial(_moved, planned.there, planned.route.tokens.shape[0])
+            args = (*(move(x) for x in args[:1]), *args[1:])
+            kwargs |= {n: move(x) for n in ("hidden_states", "position_ids") if (x := kwargs.get(n)) is not None}
+        self._route = planned.route
+        try:
+            output = self._planned(self.module, *args, **kwargs)
+        finally:
+            self._route = None
+        if planned.back is None:
+            return output
+        if isinstance(output, tuple):
+            return _moved(planned.back, tokens, output[0]), *output[1:]
+        return _moved(planned.back, tokens, output)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(ARGUMENT, None)
+        return function(self._route, *args, **kwargs)
+
+
+def _moved(route: spanwise.RelayoutRoute, tokens: int, x: Tensor) -> Tensor:
+    """`x` ``[1, T, …]`` in the other layout, of which compiled code then knows that it has `tokens` tokens."""
+    x = spanwise.relayout(x, route)
+    torch._check(x.shape[1] == tokens)
+    return x
+
+
+def with_globals(function: Callable[..., Any], replaced: Mapping[str, Any]) -> Callable[..., Any]:
+    """A copy of `function`, without its decorators, that sees `replaced` among its globals.
+
+    >>> length = with_globals(lambda x: len(x) + 1, {"len": lambda x: 41})
+    >>> length([])
+    42
+    """
+    inner = inspect.unwrap(function)
+    names = inner.__globals__ | dict(replaced)
+    del names["__name__"]  # torch.compile looks up globals in the module of this name, where there is one
+    copy = types.FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
+    copy.__kwdefaults__, copy.__module__ = inner.__kwdefaults__, inner.__module__
+    return copy
+
+
+def attach(decoder: nn.Module, config: Any) -> list[PlannedForward]:
+    """Let the mixers of `decoder` take plans; their forwards, in the order of its modules.
+
+    Raises:
+        ValueError: layers that carry a state in a way that is not known.
+    """
+    mixers = {name: PlannedForward(x, found) for name, x in decoder.named_modules() if (found := _functions(x))}
+    _check(decoder, config, mixers)
+    for name, mixer in mixers.items():
+        mixer.module.forward = mixer  # of this instance
+        if type(mixer.module).__name__ in _BEHIND:
+            layer = decoder.get_submodule(name.rpartition(".")[0])
+            layer.register_forward_pre_hook(_plan_for_mask, with_kwargs=True)
+    return list(mixers.values())
+
+
+def _plan_for_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook of layers that give their mixer a mask and no keyword arguments: the plan in place of the mask."""
+    planned = kwargs.get(ARGUMENT)
+    return None if planned is None else (args, kwargs | {"attention_mask": planned})
+
+
+def check_known(decoder: nn.Module) -> None:
+    """Raise ValueError for modules of which is known that nothing here replaces them."""
+    names = {cls.__name__ for module in decoder.modules() for cls in type(module).__mro__}
+    unknown = [name for name in _UNKNOWN if name in names]
+    if unknown:
+        raise ValueError(f"{unknown[0]} carries a state along the sequence; known are {sorted(_CALLERS)}")
+
+
+def conv_width(mixers: list[PlannedForward]) -> int | None:
+    """The largest width of a convolution in `mixers`; None without any of them."""
+    widths = [c.kernel_size[0] for mixer in mixers for c in mixer.module.modules() if isinstance(c, nn.Conv1d)]
+    return max(widths, default=1) if mixers else None
+
+
+def _functions(module: nn.Module) -> Mapping[str, Callable[..., Any]] | None:
+    """What replaces functions that the forward of `module` calls; None where it is not a mixer as it is known here."""
+    names = [cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _CALLERS or cls.__name__ in _WHOLE]
+    forward = inspect.unwrap(type(module).forward)
+    if not names or not forward.__module__.startswith("transformers.models."):
+        return None
+    if names[0] in _WHOLE:
+        return {_FORWARD: _WHOLE[names[0]]}
+    called, convolves = set(forward.__code__.co_names), names[0].endswith("ShortConv")
+    known = _CONVOLUTION.keys() <= called and (convolves or _SCANS.keys() & called)
+    return _CONVOLUTION | _SCANS | _FUSED if known else None
+
+
+def _check(decoder: nn.Module, config: Any, mixers: Mapping[str, PlannedForward]) -> None:
+    """Raise ValueError for layers and convolutions that are not among `mixers`."""
+    for mixer in mixers.values():
+        if "forward" in vars(mixer.module):
+            name = type(mixer.module).__name__
+            raise ValueError(f"the forward of a {name} was replaced, as by device_map; call hf.context_parallel before")
+    layers = {int(n) for name in mixers for n in re.findall(r"^layers\.(\d+)\.", name)}
+    what = [f"layers of type {x!r}" for n, x in enumerate(layer_types(config)) if x in MIXED and n not in layers]
+    known = tuple(f"{name}." for name in mixers)  # beside the layers are encoders of images and sound
+    convolutions = [name for name, x in decoder.named_modules() if isinstance(x, nn.Conv1d)]
+    what += [f"a convolution, {x}" for x in convolutions if x.startswith("layers.") and not x.startswith(known)]
+    if what:
+        raise ValueError(
+            f"{type(decoder).__name__} has {what[0]}, in a module that is not known to carry a state; known are those "
+            f"of transformers 5.23: {sorted(_CALLERS)}"
+        )
