@@ -1,0 +1,1 @@
+"""Predictions of the cost model against measurements that others published."""

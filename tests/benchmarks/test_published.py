@@ -1,0 +1,95 @@
+"""The table of published measurements: methods, packs, the one fitted number, and orders of methods."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published import __main__ as published
+from benchmarks.published import attention, machines, predict, rows
+
+SHAPE = {"heads": 8, "kv_heads": 8, "head_dim": 128, "hardware": "8xH100", "workload": "fwd", "kernel": "FA3"}
+
+
+def row(number: int, measured: dict[str, Any], group: str = "attention", **setting: Any) -> dict[str, Any]:
+    return {"id": number, "source": "s", "group": group, "setting": SHAPE | setting, "measured": measured}
+
+
+def test_one_number_is_fitted_on_the_smallest_row_and_never_on_packed_masks(tmp_path: Path) -> None:
+    whole = {"seq_len": 65536, "mask": "causal"}
+    file = tmp_path / "rows.json"
+    data = [
+        row(1, {"ms": 9.0}, cp=8, method="ulysses", **whole),
+        row(2, {"ms": 12.0}, cp=8, method="ring", **whole),
+        row(3, {"ms": 20.0}, cp=2, method="ulysses", **whole),
+        row(4, {"ms": 1.0}, cp=1, method="flash", **(whole | {"mask": "packed causal documents"})),
+        row(5, {"ms": 1.0}, cp=4, method="telepathy", **whole),
+        row(6, {"ms": 1.0}, cp=4, group="offload"),
+    ]
+    file.write_text(json.dumps({"about": "", "rows": data}))
+    published.main([str(file), "--json", str(tmp_path / "out.json")])
+    result = json.loads((tmp_path / "out.json").read_text())
+    of = {one["id"]: one for one in result["rows"]}
+    assert result["sources"]["s"]["fitted_row"] == 3 and of[3]["ratio"] == pytest.approx(1, abs=1e-3)
+    assert [number for number, one in of.items() if one.get("fitted")] == [3]
+    assert "unknown" in of[5]["reason"] and "not given" in of[6]["reason"]
+    assert (result["all"]["expressed"], result["all"]["errors"], result["all"]["tau"]) == (4, 3, 1.0)
+
+
+def test_kendall_counts_pairs_in_the_same_order() -> None:
+    def group(*times: tuple[float, float]) -> list[dict[str, float]]:
+        return [{"measured": a, "predicted": b} for a, b in times]
+
+    assert published.kendall(group((1, 2), (2, 3), (3, 9))) == 1
+    assert published.kendall(group((1, 2), (2, 3), (3, 2.5))) == pytest.approx(1 / 3)
+    assert published.kendall(group((1, 2), (2, 2))) == 0  # told apart by others, not by us
+    assert published.kendall(group((1, 2))) is None
+
+
+@pytest.mark.parametrize(
+    "words, found",
+    [
+        ("ring_p2p", ("zigzag", 16, 1)), ("usp", ("zigzag", 2, 8)), ("usp 8x2", ("zigzag", 2, 8)),
+        ("LoongTrain HP8/CP2", ("zigzag", 2, 8)), ("ulysses2 x allgather8", ("gather", 8, 2)),
+        ("stripe", ("stripe", 16, 1)),
+        ("DS-Ulysses (HP16)", ("zigzag", 1, 16)), ("torch context_parallel", ("gather", 16, 1)),
+        ("ring", ("ring", 16, 1)),
+    ],
+)  # fmt: skip
+def test_methods_are_read_from_words(words: str, found: tuple[str, int, int]) -> None:
+    method = attention.method_of(words, 16)
+    assert (method.style, method.ring, method.ulysses) == found
+
+
+def problem(packs: tuple[tuple[int, ...], ...], *, causal: bool = True) -> attention.Problem:
+    return attention.Problem(packs, causal, 64, 8, 128, machines.H100, machines.H100.kernel("flash 3"))
+
+
+def test_a_ring_of_contiguous_chunks_takes_nearly_twice_as_long_as_zigzag() -> None:
+    long = problem(((1 << 20,),))
+    one, other = (attention.seconds(long, attention.method_of(name, 8), backward=False) for name in ("ring", "zigzag"))
+    assert 1.7 < one / other < 2.0
+
+
+def test_padding_of_short_documents_costs_a_ring_most() -> None:
+    short = problem(((256,) * 256,))
+    times = {name: attention.seconds(short, attention.method_of(name, 16), backward=False) for name in (
+        "ring_p2p", "ulysses", "magi_attn-a2av")}  # fmt: skip
+    assert times["ring_p2p"] > 3 * times["ulysses"] > 3 * times["magi_attn-a2av"]
+
+
+def test_packs_are_full_and_cut_at_a_quarter() -> None:
+    packs = rows.packs({"seq_len_total": 65536, "mask": "packed causal documents"})
+    assert {sum(pack) for pack in packs} == {65536} and max(map(max, packs)) == 16384 and len(packs) == 20
+    lists = rows.packs({"seq_len_total": 64, "mask": "packed; cu_seqlens [0,8],[0,2,8]"})
+    assert lists == ((64,), (16, 48))
+
+
+def test_a_training_step_is_counted_in_tokens_of_a_device() -> None:
+    setting = {"model": "Llama 3.1 8B", "gpus": 8, "cp": 2, "seq_len": 65536, "local_batch": 1, "hardware": "H100"}
+    found = rows.Row(1, "s", "e2e-train", rows.complete(setting), {"tokens_per_s_per_gpu": 2000, "memory_gib": 80})
+    (pair,) = predict.pairs(found)
+    assert pair.measured == pytest.approx(65536 * 4 / 8 / 2000) and 5 < pair.predicted < 20
