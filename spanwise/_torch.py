@@ -21,9 +21,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-# The functional collectives by their operators: a graph sees start and wait as nodes of their own. The Python wrappers
-# in torch.distributed._functional_collectives return a tensor subclass that waits at its first use, which hides where
-# the wait happens.
+# The functional collectives by their operators: start and wait are nodes of their own. The Python wrappers of torch
+# return a tensor subclass that waits at its first use, which hides where the wait happens.
 _ops = torch.ops._c10d_functional
 
 # torch 2.11 compiles an autograd function with a collective to one whose gradients are wrong, without an error.
