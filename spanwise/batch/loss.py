@@ -182,9 +182,8 @@ def _over_ranks(
         compare = compare_call(name, own | (facts or {}), mesh, [x], sizes=sizes, amount=num_valid)
     if weights is not None:
         losses = losses * weights.to(losses.dtype)
-    if reduction == "none":  # no sum of which the comparison is a part
-        (labels,) = compared((labels,), compare)
-        return losses.masked_fill(labels == IGNORE_INDEX, 0)
+    if reduction == "none":
+        return losses
     total, count = losses.sum(), None
     if reduction == "mean" and num_valid is None:
         valid = labels != IGNORE_INDEX

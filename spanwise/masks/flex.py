@@ -211,15 +211,14 @@ def _tiles(block_mask: BlockMask) -> tuple[Bool, Bool]:
         count_BHQ, index_BHQN = count.detach().cpu().numpy(), index.detach().cpu().numpy()
         while index_BHQN.ndim < 4:
             count_BHQ, index_BHQN = count_BHQ[None], index_BHQN[None]
-        if index_BHQN.shape[2] != q_blocks:
-            raise ValueError(
-                f"{name} of the BlockMask has {index_BHQN.shape[2]} query blocks, but seq_lengths {(q_len, kv_len)} "
-                f"and BLOCK_SIZE {(q_size, kv_size)} make {q_blocks}"
-            )
         at = np.nonzero(np.arange(index_BHQN.shape[3]) < count_BHQ[..., None])
         block = index_BHQN[at]
-        for wrong in block[(block < 0) | (block >= kv_blocks)][:1]:
-            raise ValueError(f"{name} of the BlockMask names key block {wrong}, but there are {kv_blocks}")
+        if index_BHQN.shape[2] != q_blocks or block.min(initial=0) < 0 or block.max(initial=0) >= max(kv_blocks, 1):
+            raise ValueError(
+                f"{name} of the BlockMask must list key blocks of [0, {kv_blocks}) for {q_blocks} query blocks, which "
+                f"seq_lengths {(q_len, kv_len)} and BLOCK_SIZE {(q_size, kv_size)} make; got {index_BHQN.shape[2]} "
+                f"query blocks, key blocks {block.min(initial=0)} to {block.max(initial=0)}"
+            )
         times = np.zeros((*index_BHQN.shape[:3], kv_blocks), np.int8)
         np.add.at(times, (*at[:3], block), 1)
         listed.append(times)

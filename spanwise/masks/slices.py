@@ -1,12 +1,12 @@
 """Masks as slices: rectangles of queries and keys, each full or cut along one or both diagonals.
 
-MagiAttention and its flexible flash attention describe masks in this language. Between two neighbouring edges of the
-slices' query ranges lies a *band* of rows: each row of it has the same slices in the same order, and the ends of a
-slice's span move by 0 or 1 key a row. So all checks take bands, never single rows.
+MagiAttention and its flexible flash attention describe masks in this language. Each row of a slice is a span, whose
+ends move by 0 or 1 key a row; so an even run of spans is a slice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from spanwise.masks import spans
 from spanwise.masks.arrays import Int32, Int64
 from spanwise.masks.checks import check_length, check_positive, int_array
-from spanwise.masks.even_runs import EvenRuns, even_runs_of, span_arrays
+from spanwise.masks.even_runs import EvenRuns
 
 
 def from_slices(
@@ -39,19 +39,23 @@ def from_slices(
             f"q_ranges, k_ranges and types must have an entry for each slice, got {len(q)}, {len(k)} and {len(kind)}"
         )
     limit = check_positive(max_spans, "max_spans")
-    band, of = _bands(q, k, kind, rows)
-    count = np.unique(band, return_counts=True)[1]
-    if count.max(initial=0) > limit:
-        at = int((np.cumsum(count) - count)[np.argmax(count > limit)])
+    # The spans of all rows of all slices, by row and then by key.
+    height = q[:, 1] - q[:, 0]
+    of = np.repeat(np.arange(len(q)), height)
+    row = np.arange(len(of)) - np.repeat(np.cumsum(height) - height - q[:, 0], height)
+    start = k[of, 0] + (kind[of] >> 1) * (row - q[of, 0])
+    end = k[of, 1] - (kind[of] & 1) * (q[of, 1] - 1 - row)
+    filled = np.flatnonzero(start < end)
+    order = filled[np.argsort(row[filled] * (keys + 1) + start[filled], kind="stable")]
+    of, row, start, end = of[order], row[order], start[order], end[order]
+    for n in np.flatnonzero((row[1:] == row[:-1]) & (start[1:] < end[:-1]))[:1]:
+        shown = [f"{s} (queries {q[s].tolist()}, keys {k[s].tolist()}, type {kind[s]})" for s in sorted(of[n : n + 2])]
         raise ValueError(
-            f"rows {of.first[at]} to {of.stop[at] - 1} need {count[count > limit][0]} spans, more than "
-            f"max_spans={limit}; pass max_spans={count.max()}, which takes {8 * int(count.max()) * rows:,} bytes"
+            f"slices must not overlap, but slices {' and '.join(shown)} both hold key {start[n + 1]} of row {row[n]}; "
+            f"make a mask from each and join them with `|`"
         )
-    slot = np.arange(len(band)) - np.repeat(np.cumsum(count) - count, count)
-    slots = [EvenRuns(*(x[slot == j] for x in of)) for j in range(max(int(count.max(initial=0)), 1))]
-    start, end = span_arrays(slots, rows)
-    # Neighbours may still touch in the first or the last row of a band.
-    return *spans.canonicalise(start[None], end[None]), keys
+    found = spans.from_single_spans(row, start, end, 1, rows, limit)
+    return *found, keys
 
 
 def _ranges(ranges: Any, side: str, given: SupportsIndex | None, default: int | None) -> tuple[Int64, int]:
@@ -79,73 +83,8 @@ def _ranges(ranges: Any, side: str, given: SupportsIndex | None, default: int | 
     return array, length
 
 
-def _bands(q: Int64, k: Int64, kind: Int64, rows: int) -> tuple[Int64, EvenRuns]:
-    """The spans of all bands, by band and then by key, and the band of each; ``ValueError`` if slices overlap."""
-    # A slice that is taller than wide has rows without a key: the first ones if causal, the last ones if inverse
-    # causal, all if both. Without them, slices have a key in every row, and disjoint ones never change their order.
-    height, width = q[:, 1] - q[:, 0], k[:, 1] - k[:, 0]
-    without = np.maximum(height - width, 0)
-    first, stop = q[:, 0] + without * (kind & 1), q[:, 1] - without * (kind >> 1)
-    filled = np.flatnonzero((first < stop) & (width > 0) & ((kind < 3) | (without == 0)))
-    edges = np.unique(np.concatenate([first[filled], stop[filled], [0, rows]]))
-    # Spans that touch in every row of a band are joined. Of those that touch in its first or its last row only, each
-    # row between needs both. So without bands of two rows, the fullest row of a band needs as many spans as remain.
-    edges = np.union1d(edges, edges[:-1][np.diff(edges) == 2] + 1)
-
-    low = np.searchsorted(edges, first[filled])
-    count = np.searchsorted(edges, stop[filled]) - low
-    band = np.repeat(low - np.cumsum(count) + count, count) + np.arange(count.sum())
-    of = np.repeat(filled, count)
-    start = k[of, 0] + (kind[of] >> 1) * (edges[band] - q[of, 0])
-    order = np.lexsort((start, band))
-    band, of, start = band[order], of[order], start[order]
-    end = k[of, 1] - (kind[of] & 1) * (q[of, 1] - 1 - edges[band])
-    found = EvenRuns(edges[band], edges[np.minimum(band + 1, len(edges) - 1)], start, end, kind[of] >> 1, kind[of] & 1)
-
-    # Keys between neighbours of a band, in its first and in its last row; the gap is linear in the row.
-    same, last_start = band[1:] == band[:-1], start + found.start_step * (found.stop - found.first - 1)
-    gap, last_gap = start[1:] - end[:-1], last_start[1:] - found.last_end[:-1]
-    for n in np.flatnonzero(same & (np.minimum(gap, last_gap) < 0))[:1]:
-        later = max(int(gap[n]) + 1, 0)  # rows until the gap, which shrinks by one key a row, is negative
-        row, key = found.first[n] + later, start[n + 1] + later * found.start_step[n + 1]
-        shown = [f"{s} (queries {q[s].tolist()}, keys {k[s].tolist()}, type {kind[s]})" for s in sorted(of[n : n + 2])]
-        raise ValueError(
-            f"slices must not overlap, but slices {' and '.join(shown)} both hold key {key} of row {row}; make a mask "
-            f"from each and join them with `|`"
-        )
-    head = np.flatnonzero(np.append(True, ~same | (gap != 0) | (last_gap != 0))[: len(band)])
-    tail = np.append(head[1:], len(band))[: len(head)] - 1
-    found = EvenRuns(*(x[head] for x in found))._replace(end=end[tail], end_step=found.end_step[tail])
-    return band[head], found
-
-
-def to_slices(start: Int32, end: Int32) -> tuple[Int32, Int32, Int32]:
-    """Slices of canonical spans ``[num_spans, q_len]``; see `SpanMask.to_slices`.
-
-    A span goes on in the next row where each of its ends moves by 0 or 1 key: at most one span of that row fits,
-    because spans of a row do not touch. A slice takes rows as long as the move stays the same. That makes as few slices
-    as can be.
-    """
-    slots = [even_runs_of(s, e) for s, e in zip(start, end, strict=True)]
+def to_slices(slots: Sequence[EvenRuns]) -> tuple[Int32, Int32, Int32]:
+    """The even runs of a mask as slices; see `SpanMask.to_slices`."""
     every = np.concatenate([np.column_stack([*of, of.last_end]) for of in slots])
-    found: list[list[int]] = []  # first row, stop row, first key, last end, move (-1 in slices of one row)
-    reached: dict[tuple[int, int, int], list[int]] = {}  # each slice by its stop row and the span before that
-    by_row = every[np.argsort(every[:, 0], kind="stable")]
-    for first, stop, low, high, low_step, high_step, last_high in by_row.tolist():
-        last, own = (stop, low + low_step * (stop - first - 1), last_high), 2 * low_step + high_step
-        before = ((move, (first, low - (move >> 1), high - (move & 1))) for move in range(4))
-        move, key = next((pair for pair in before if pair[1] in reached), (-1, last))
-        slice_ = reached.get(key, [0, 0, 0, 0, -2])
-        taken = slice_[4] in (-1, move)
-        if taken:  # that slice takes the first row
-            slice_[1], slice_[3:] = first + 1, [high, move]
-            first, low, high = first + 1, low + low_step, high + high_step
-        if taken and own == move and first < stop:  # and the others
-            slice_[1], slice_[3] = stop, last_high
-        elif first < stop:
-            slice_ = [first, stop, low, last_high, own if stop - first > 1 else -1]
-            found.append(slice_)
-        reached[last] = slice_
-    rows = np.array(found, np.int32).reshape(-1, 5)
-    rows = rows[np.lexsort((rows[:, 2], rows[:, 0]))]
-    return rows[:, :2].copy(), rows[:, 2:4].copy(), np.maximum(rows[:, 4], 0)
+    first, stop, low, _, low_step, high_step, high = every[np.lexsort((every[:, 2], every[:, 0]))].astype(np.int32).T
+    return np.column_stack([first, stop]), np.column_stack([low, high]), 2 * low_step + high_step

@@ -134,7 +134,7 @@ class SpanArrays:
         ([[0, 3], [3, 8]], [[0, 3], [1, 8]], [1, 3])
         """
         self._check_unbatched("to_slices")
-        return slices.to_slices(self.start[0], self.end[0])
+        return slices.to_slices(self.even_runs())
 
     def digest(self) -> bytes:
         """16 bytes that are equal exactly for equal masks (up to hash collisions), on any machine.

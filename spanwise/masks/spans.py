@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from spanwise.masks.arrays import Bool, Int32, Int64, IntArray
+from spanwise.masks.checks import MAX_LENGTH
 
 _FEW_RUNS = 6  # up to here a vector pass for each run beats a binary search for each position
 _NO_SPAN = np.iinfo(np.int64).max  # sorts behind every packed span
@@ -89,8 +90,13 @@ def trim(start: Int32, end: Int32) -> tuple[Int32, Int32]:
     return np.ascontiguousarray(start[:, :used]), np.ascontiguousarray(end[:, :used])
 
 
-def from_single_spans(row: IntArray, start: IntArray, end: IntArray, batch: int, q_len: int) -> tuple[Int32, Int32]:
-    """Canonical arrays from flat arrays of disjoint, non-empty spans, sorted by row (``b * q_len + i``), then start."""
+def from_single_spans(
+    row: IntArray, start: IntArray, end: IntArray, batch: int, q_len: int, max_spans: int = MAX_LENGTH
+) -> tuple[Int32, Int32]:
+    """Canonical arrays from flat arrays of disjoint, non-empty spans, sorted by row (``b * q_len + i``), then start.
+
+    ``ValueError`` for a row that needs more than `max_spans`.
+    """
     fresh = np.ones(len(row), np.bool_)
     fresh[1:] = (row[1:] != row[:-1]) | (start[1:] != end[:-1])
     first = np.flatnonzero(fresh)
@@ -99,6 +105,11 @@ def from_single_spans(row: IntArray, start: IntArray, end: IntArray, batch: int,
     count = np.bincount(row, minlength=batch * q_len)
     slot = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
     used = max(int(count.max(initial=0)), 1)
+    for at in np.flatnonzero(count > max_spans)[:1]:
+        raise ValueError(
+            f"row {at % q_len} needs {count[at]} spans of keys, more than max_spans={max_spans}; pass "
+            f"max_spans={used}, which takes {8 * used * batch * q_len:,} bytes"
+        )
     out = np.zeros((2, batch, used, q_len), np.int32)
     b, i = np.divmod(row, max(q_len, 1))
     out[0, b, slot, i] = start

@@ -48,16 +48,10 @@ def checked(parents: Any, lengths: Any) -> tuple[Int64, Int64]:
         )
     check_length(int(sizes.sum()), "the sum of lengths")
     count = len(own)
-    for node in np.flatnonzero((own < -1) | (own >= count))[:1]:
+    for node in np.flatnonzero((own < -1) | (own >= np.arange(count)))[:1]:
         raise ValueError(
-            f"parents[{node}] = {own[node]}, and there are {count} nodes; a parent is a node from 0 to {count - 1}, or "
-            f"-1 for a root: a forest has no node left out"
-        )
-    for node in np.flatnonzero(own >= np.arange(count))[:1]:
-        raise ValueError(
-            f"parents[{node}] = {own[node]}: nodes lie in storage in the order of their numbers, and a parent must "
-            f"come before its children; renumber the nodes, for example depth-first from the roots (a circle of "
-            f"parents has no such order)"
+            f"parents[{node}] = {own[node]}, and there are {count} nodes: a parent is -1 for a root, or a node that "
+            f"comes before its children in storage; renumber the nodes, for example depth-first from the roots"
         )
     return own, sizes
 
