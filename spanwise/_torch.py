@@ -40,7 +40,7 @@ def start_all_gather(x: torch.Tensor, group_size: int, name: str, tag: int = _TA
     """Start an all-gather along dim 0; the result is not readable before :func:`wait`. `tag` as in an all-to-all."""
     x = x.contiguous()
     if not _by_messages(x, name):
-        if torch.compiler.is_compiling() or x.device.type == "cpu" or not _is_gloo_of(x.device, find_group(name)):
+        if torch.compiler.is_compiling() or x.device.type == "cpu" or not is_gloo(find_group(name), x.device.type):
             return _ops.all_gather_into_tensor(x, group_size, name)
         # gloo has no such operator for accelerators, and torch ends the process instead of saying so.
         received = x.new_empty(group_size, *x.shape)
@@ -286,13 +286,9 @@ def assert_async(good: torch.Tensor, text: str) -> None:
     torch.ops.aten._assert_async.msg(good, text)
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` communicates over gloo on the CPU."""
-    return _is_gloo_of(torch.device("cpu"), group)
-
-
-def _is_gloo_of(device: torch.device, group: dist.ProcessGroup) -> bool:
-    return f"{device.type}:gloo" in dist.get_backend_config(group)
+def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
+    """Whether ``group`` communicates over gloo on devices of this type."""
+    return f"{device}:gloo" in dist.get_backend_config(group)
 
 
 def has_processes(group: dist.ProcessGroup) -> bool:
