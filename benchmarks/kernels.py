@@ -19,13 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks import plan
 from benchmarks.publish import main, publish
 from spanwise.attention.kernels.sdpa import sdpa
-from spanwise.cli.report.terminal import console, table
+from spanwise.cli.report.page import Table
 from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
 
@@ -66,18 +64,9 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
     ``{"num_threads", "torch", "rows", "memory"}``; times in seconds, memory in bytes (Linux only, else None).
     """
     sizes = QUICK_SIZES if quick else SIZES
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    rows: list[dict[str, Any]] = []
-    with Progress(*columns, console=console(), transient=True) as progress:
-        task = progress.add_task("", total=len(sizes) + 1)
-        for tokens, heads, dim, repeats in sizes:
-            progress.update(task, description=f"{tokens:,} tokens, {heads} heads of dim {dim}")
-            rows += measure(tokens, heads, dim, repeats)
-            progress.advance(task)
-        tokens, heads, dim, _ = max(sizes, key=lambda size: (size[0], -size[2]))
-        progress.update(task, description=f"memory at {tokens:,} tokens")
-        memory = measure_memory(tokens, heads, dim) if Path("/proc/self/status").exists() else None  # Linux has it
-        progress.advance(task)
+    rows = [row for size in sizes for row in measure(*size)]
+    tokens, heads, dim, _ = max(sizes, key=lambda size: (size[0], -size[2]))
+    memory = measure_memory(tokens, heads, dim) if Path("/proc/self/status").exists() else None  # Linux has it
     result = {"num_threads": torch.get_num_threads(), "torch": torch.__version__, "rows": rows, "memory": memory}
     return publish(result, out, _table(result), _memory_line(memory))
 
@@ -194,24 +183,16 @@ def _alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
 
 
 def _table(result: dict[str, Any]) -> Table:
-    found = table(
-        f"Attention forward + backward, float32, {result['num_threads']} threads",
-        ("tokens", "heads", "mask", "blocks", "seconds", "GFLOP/s", "ratio", "target", "to"),
-        ("mask", "to"),
-    )
-    for row in result["rows"]:
-        found.add_row(
-            count(row["tokens"]),
-            f"{row['heads']} x {row['dim']}",
-            row["mask"],
-            count(row["blocks"]),
-            f"{row['seconds']:.3f}",
-            f"{row['gflops_per_second']:.0f}",
-            f"{row['ratio']:.2f}",
-            f"{row['target']}",
+    columns = ("mask", "tokens", "heads", "blocks", "seconds", "GFLOP/s", "ratio", "target", "to")
+    rows = [
+        (
+            row["mask"], count(row["tokens"]), f"{row['heads']} x {row['dim']}", count(row["blocks"]),
+            f"{row['seconds']:.3f}", f"{row['gflops_per_second']:.0f}", f"{row['ratio']:.2f}", f"{row['target']}",
             row["baseline"],
         )
-    return found
+        for row in result["rows"]
+    ]  # fmt: skip
+    return Table(f"Attention forward + backward, float32, {result['num_threads']} threads", columns, rows)
 
 
 def _memory_line(memory: dict[str, Any] | None) -> str:

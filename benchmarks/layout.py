@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from benchmarks.plan import document_offsets
 from benchmarks.publish import main, publish
-from spanwise.cli.report.terminal import table
+from spanwise.cli.report.page import Table
 from spanwise.cli.report.units import count
 from spanwise.layouts.local import Local
 from spanwise.masks.span_mask import SpanMask
@@ -90,7 +89,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
                         "source": "MagiAttention's own dispatch solver run on the same mask",
                     }
                 )  # fmt: skip
-    return publish({"seq_len": SEQ_LEN, "rows": rows}, out, _table(rows), width=130)
+    return publish({"seq_len": SEQ_LEN, "rows": rows}, out, _table(rows))
 
 
 def _row(
@@ -118,26 +117,20 @@ def _row(
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    found = table(
+    title = (
         f"Layouts of {SEQ_LEN:,} tokens: K/V tokens that a rank receives\n"
-        "(MagiAttention MinHeap/ToppHeap, from its own dispatch solver run on the same masks)",
-        ("ranks", "mask", "balancer", "imbalance", "received, mean", "largest", "full gather", "plan ms"),
-        ("mask", "balancer"),
+        "(MagiAttention MinHeap/ToppHeap, from its own dispatch solver run on the same masks)"
     )
-    for before, row in zip([None, *rows], rows, strict=False):
-        if before is not None and before["mask"] != row["mask"]:
-            found.add_section()
-        found.add_row(
-            str(row["num_ranks"]),
-            row["mask"],
-            row["balancer"],
-            f"{row['imbalance']:.3f}",
-            count(row["recv_mean"]),
-            "–" if row["recv_max"] is None else count(row["recv_max"]),
-            count(row["gather"]),
+    columns = ("ranks", "mask", "balancer", "imbalance", "received, mean", "largest", "full gather", "plan ms")
+    cells = [
+        (
+            str(row["num_ranks"]), row["mask"], row["balancer"], f"{row['imbalance']:.3f}", count(row["recv_mean"]),
+            "–" if row["recv_max"] is None else count(row["recv_max"]), count(row["gather"]),
             "–" if row["ms"] is None else f"{row['ms']:.1f}",
         )
-    return found
+        for row in rows
+    ]  # fmt: skip
+    return Table(title, columns, cells, left=3)
 
 
 if __name__ == "__main__":

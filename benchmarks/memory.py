@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -28,7 +27,7 @@ from benchmarks.plan import document_offsets
 from benchmarks.publish import main, publish
 from spanwise import _torch
 from spanwise.attention.attention import context_parallel_attention
-from spanwise.cli.report.terminal import console, table
+from spanwise.cli.report.page import Table
 from spanwise.cli.report.units import count, num_bytes
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
@@ -171,11 +170,10 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         for name, mask in masks(seq_len).items():
             planned += [_row(way, name, plan_of(way, name, mask, SHAPE)) for way in WAYS]
     title = f"K/V in addition to a rank's own, from plans: {RANKS} ranks, 32 heads (8 K/V) of 128, bfloat16"
-    console().print(_table(planned, title))
+    print(_table(planned, title))
     lengths = QUICK_LENGTHS if quick else MEASURED_LENGTHS
     cases = [(way, name, n) for n in lengths for name in MEASURED_MASKS for way in WAYS]
-    with console().status(f"measuring {len(cases)} forwards and backwards on {RANKS} processes"):
-        measured = measure(cases)
+    measured = measure(cases)
     result = {
         "torch": torch.__version__,
         "ranks": RANKS,
@@ -254,12 +252,12 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
     if "saved_measured" in rows[0]:
         columns += ["resident, measured", "saved, measured"]
         keys += ["resident_measured", "saved_measured"]
-    found = table(title, columns, ("mask", "exchange"))
+    table = []
     for row in rows:
         cells = [num_bytes(row[key]) for key in keys]
         cells.insert(2, f"{row['resident'] / row['shard']:.2f}")
-        found.add_row(count(row["tokens"]), row["mask"], row["way"], *cells)
-    return found
+        table.append((count(row["tokens"]), row["mask"], row["way"], *cells))
+    return Table(title, tuple(columns), table, left=3)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from benchmarks.plan import document_offsets
 from benchmarks.publish import main, publish
@@ -28,7 +27,7 @@ from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
-from spanwise.cli.report.terminal import table
+from spanwise.cli.report.page import Table
 from spanwise.cli.report.units import count, percent
 from spanwise.layouts.packing import Packing
 from spanwise.planning.make_plan import make_plan
@@ -90,7 +89,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(), "torch": torch.__version__, "seq_len": seq_len, "heads": HEADS,
         "head_dim": HEAD_DIM, "rows": rows,
     }  # fmt: skip
-    return publish(result, out, _table(result), width=140)
+    return publish(result, out, _table(result))
 
 
 def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> dict[str, Any]:
@@ -161,14 +160,13 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
 
 def _table(result: dict[str, Any]) -> Table:
     names = ("ranks", "documents", "number", "padding", "padded ms", "unpadded ms", "local ms")
-    shown = table(
+    title = (
         f"Packed documents, {result['seq_len']:,} tokens: padded to twice the ranks in dual-chunk order, against "
         f"unpadded in the same order, and by 'local'\nforward + backward of the busiest rank, {HEADS} heads of "
         f"{HEAD_DIM}, float32, {result['num_threads']} threads; least (and median) of the repeats; then the "
-        f"ratio to padded of the busiest ranks, and of all",
-        (*names, "padded receives", "local receives"),
-        ("documents",),
+        f"ratio to padded of the busiest ranks, and of all"
     )
+    shown = []
 
     def seconds(found: dict[str, Any]) -> str:
         return f"{found['busiest']['min'] * 1e3:.1f} ({found['busiest']['median'] * 1e3:.1f})"
@@ -178,18 +176,11 @@ def _table(result: dict[str, Any]) -> Table:
 
     for row in result["rows"]:
         padded, unpadded, local = row["padded"], row["unpadded"], row["local"]
-        shown.add_row(
-            str(row["num_ranks"]),
-            row["corpus"],
-            count(row["documents"]),
-            percent(row["padding_share"], 1),
-            seconds(padded),
-            compared(unpadded),
-            compared(local),
-            count(padded["recv_mean"]),
-            count(local["recv_mean"]),
-        )
-    return shown
+        received = count(padded["recv_mean"]), count(local["recv_mean"])
+        padding = percent(row["padding_share"], 1)
+        timed = seconds(padded), compared(unpadded), compared(local)
+        shown.append((str(row["num_ranks"]), row["corpus"], count(row["documents"]), padding, *timed, *received))
+    return Table(title, (*names, "padded receives", "local receives"), shown, left=2)
 
 
 if __name__ == "__main__":

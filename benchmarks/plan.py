@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from benchmarks.publish import main, publish
 from spanwise.attention import rank_plan
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.cli.report.terminal import table
+from spanwise.cli.report.page import Table
 from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
@@ -97,24 +96,15 @@ def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str,
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    found = table(
-        "Planning on one core: mask, plan, traffic, fingerprint, one rank's tensors and block tables",
-        ("tokens", "ranks", "balancer", "total ms", "imbalance", "reads, mean", "reads, max", "all_gather"),
-        ("balancer",),
-    )
+    cells = []
     for row in rows:
         name = row["balancer"] if row["balancer"] != "auto" else f"auto ({row['chosen']})"
-        found.add_row(
-            count(row["seq_len"]),
-            str(row["num_ranks"]),
-            name,
-            f"{row['total_ms']:.1f}",
-            f"{row['imbalance']:.3f}",
-            count(row["reads_tokens_mean"]),
-            count(row["reads_tokens_max"]),
-            count(row["all_gather_tokens_mean"]),
-        )
-    return found
+        tokens = [count(row[key]) for key in ("reads_tokens_mean", "reads_tokens_max", "all_gather_tokens_mean")]
+        plan = count(row["seq_len"]), str(row["num_ranks"]), name, f"{row['total_ms']:.1f}", f"{row['imbalance']:.3f}"
+        cells.append((*plan, *tokens))
+    columns = ("tokens", "ranks", "balancer", "total ms", "imbalance", "reads, mean", "reads, max", "all_gather")
+    title = "Planning on one core: mask, plan, traffic, fingerprint, one rank's tensors and block tables"
+    return Table(title, columns, cells, left=3)
 
 
 if __name__ == "__main__":

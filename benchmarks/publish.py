@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spanwise.cli.report.terminal import console
-
 
 def main(run: Callable[[Path | None, bool], object], text: str) -> None:
     """Run a benchmark with the options of the command line."""
@@ -20,10 +18,10 @@ def main(run: Callable[[Path | None, bool], object], text: str) -> None:
     run(given.out, given.quick)
 
 
-def publish(result: dict[str, Any], out: Path | None, *tables: Any, width: int = 120) -> dict[str, Any]:
-    """Print `tables` (empty ones are left out; `width` is that without a terminal) and write `result` to `out`."""
+def publish(result: dict[str, Any], out: Path | None, *tables: Any) -> dict[str, Any]:
+    """Print `tables` (empty ones are left out) and write `result` to `out`."""
     for table in filter(None, tables):
-        console(width).print(table)
+        print(table)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

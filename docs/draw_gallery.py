@@ -15,6 +15,8 @@ import numpy as np
 from pages import DOCS, filled
 
 import spanwise
+from spanwise.cli.report.pictures import owners, visible
+from spanwise.cli.report.svg import rectangles
 
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 RANKS, BLOCK = len(COLORS), 16
@@ -22,39 +24,16 @@ SIDE, STRIP, EDGE = 256, 8, 12  # pixels: the mask, the strips that show owners,
 TITLES = {"contiguous": "contiguous", "head_tail": "head_tail", "lpt": "lpt", "local": "local"}
 
 
-def owners(plan: spanwise.Plan, row: int, steps: int, key: bool = False) -> np.ndarray:
-    """Rank of the token at each of `steps` even positions."""
-    layout = plan.kv_layout if key else plan.layout
-    owner = np.empty(layout.seq_len, dtype=int)
-    for rank in range(plan.num_ranks):
-        for start, stop in layout.runs(rank, row if layout.batch_size > 1 else 0):
-            owner[start:stop] = rank
-    return owner[np.arange(steps) * layout.seq_len // steps]
-
-
-def rectangles(cells: np.ndarray) -> str:
-    """SVG path of the true cells ``[rows, columns]``: equal runs of consecutive rows are one rectangle."""
-    parts: list[str] = []
-    open_runs: dict[tuple[int, int], int] = {}
-    for y, line in enumerate([*cells, np.zeros(cells.shape[1], bool)]):
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], line.astype(np.int8), [0]]))).reshape(-1, 2)
-        runs = {(int(a), int(b)) for a, b in edges}
-        for run in sorted(open_runs.keys() - runs):
-            top = open_runs.pop(run)
-            parts.append(f"M{run[0]} {top}h{run[1] - run[0]}v{y - top}h{run[0] - run[1]}z")
-        for run in runs - open_runs.keys():
-            open_runs[run] = y
-    return "".join(parts)
-
-
 def picture(plan: spanwise.Plan, row: int = 0) -> str:
     """The mask of one batch row: colour is the rank that computes, pale where it receives the key from another rank."""
     mask = plan.mask().row(row)
     at, keys = np.arange(SIDE) * mask.q_len // SIDE, np.arange(SIDE) * mask.kv_len // SIDE
-    inside = [(mask.start[0, j, at, None] <= keys) & (keys < mask.end[0, j, at, None]) for j in range(mask.num_spans)]
-    visible = np.any(inside, axis=0)
-    of_rows, of_keys = owners(plan, row, SIDE), owners(plan, row, SIDE, key=True)
-    own = visible & (of_rows[:, None] == of_keys)
+    seen = visible(mask, at, keys)
+    of_rows, of_keys = (
+        owners(layout, tokens, row if layout.batch_size > 1 else 0)
+        for layout, tokens in ((plan.layout, at), (plan.kv_layout, keys))
+    )
+    own = seen & (of_rows[:, None] == of_keys)
     shapes = []
     for rank, color in enumerate(COLORS):
         mine = (of_rows == rank)[:, None]
@@ -62,7 +41,7 @@ def picture(plan: spanwise.Plan, row: int = 0) -> str:
         column[:, :STRIP], line[:STRIP] = mine, of_keys == rank
         for cells, opacity, x, y in (
             (own & mine, "", EDGE, EDGE),
-            (visible & ~own & mine, ' fill-opacity=".4"', EDGE, EDGE),
+            (seen & ~own & mine, ' fill-opacity=".4"', EDGE, EDGE),
             (column, "", 0, EDGE),
             (line, "", EDGE, 0),
         ):

@@ -1,12 +1,8 @@
 """The ``spanwise`` command, also ``python -m spanwise``: hands over to `spanwise.cli`."""
 
-from spanwise.cli.app import app
+import sys
 
-
-def main() -> None:
-    """Run the command line."""
-    app()
-
+from spanwise.cli.app import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

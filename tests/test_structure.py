@@ -159,6 +159,6 @@ def test_public_names_are_imported_when_used() -> None:
 
 
 def test_help_imports_no_torch() -> None:
-    code = "import sys, spanwise.__main__ as m\ntry: m.app(['--help'])\nfinally:\n    print('torch' in sys.modules)"
+    code = "import sys, spanwise.__main__ as m\ntry: m.main(['--help'])\nfinally:\n    print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.endswith("False\n") and "calibrate" in done.stdout, done

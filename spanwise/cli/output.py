@@ -1,13 +1,28 @@
-"""Files that commands write: checked before the work, written after it."""
+"""Files that commands read and write, and the line that is shown during long work."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from spanwise.cli.report.terminal import console
+from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware
+
+PRESETS = {"h100": H100, "h200": H200, "b200": B200, "cpu": CPU_HOST}
+
+
+def load_hardware(name: str) -> Hardware:
+    """The preset `name`, else the `Hardware` in the file `name`; ``ValueError`` if that cannot be read."""
+    if name.lower() in PRESETS:
+        return PRESETS[name.lower()]
+    try:
+        return Hardware.load(name)
+    except OSError as error:
+        raise ValueError(
+            f"cannot read --hardware {name!r}: {error.strerror or error}; name a file that spanwise calibrate wrote, "
+            f"or one of {', '.join(PRESETS)}"
+        ) from error
 
 
 def check_writable(*paths: str | None) -> None:
@@ -25,7 +40,7 @@ def write(path: str | None, writer: Callable[[Path], object]) -> None:
         writer(Path(path))
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}; name another file") from error
-    console().print(f"wrote {path}", highlight=False)
+    print(f"wrote {path}")
 
 
 def write_text(path: str | None, text: Callable[[], str]) -> None:
@@ -33,6 +48,14 @@ def write_text(path: str | None, text: Callable[[], str]) -> None:
     write(path, lambda file: file.write_text(text(), encoding="utf-8"))
 
 
-def json_text(figures: Any) -> str:
-    """`figures` as a JSON file holds them."""
-    return json.dumps(figures, indent=1) + "\n"
+@contextlib.contextmanager
+def working(text: str) -> Iterator[None]:
+    """Show `text` on a terminal while the body runs."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"{text} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print(f"\r{' ' * (len(text) + 2)}\r", end="", file=sys.stderr, flush=True)

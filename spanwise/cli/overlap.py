@@ -18,20 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.kernels import sdpa, varlen  # noqa: F401  # loaded graphs call their operators
-from spanwise.cli.command import command_line
-from spanwise.cli.hardware import load_hardware
-from spanwise.cli.output import check_writable, json_text, write, write_text
-from spanwise.cli.report import overlap_text
-from spanwise.cli.report.overlap_figures import GraphFigures, Page, Peer, list_ranks
-from spanwise.cli.report.overlap_html import render
-from spanwise.cli.report.terminal import working
+from spanwise.cli.options import OverlapOptions
+from spanwise.cli.output import check_writable, load_hardware, working, write, write_text
+from spanwise.cli.report.overlap_page import Graph, Report, list_ranks
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.engine import Timeline
-from spanwise.overlap.explain.report import arithmetic, figures, order_figures
+from spanwise.overlap.explain.figures import OrderFigures, arithmetic, order_figures
+from spanwise.overlap.explain.report import figures
 from spanwise.overlap.explain.trace import trace_events
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.capture import Attention, CaptureConfig, capture
@@ -49,86 +46,8 @@ _LAYERS_LIMIT = 256
 _MODEL = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "seq_len", "batch", "dp", "cp", "tp", "exchange")
 
 
-@dataclasses.dataclass(frozen=True)
-class OverlapOptions:
-    """Options of ``spanwise overlap``.
-
-    Attributes:
-        layers: decoder layers.
-        dim: width of the hidden states.
-        heads: query heads.
-        kv_heads: heads of K and V.
-        ffn: width inside the feed-forward layers.
-        vocab: rows of the embedding; 0: layers alone, without embedding and loss.
-        seq_len: tokens of a sequence.
-        batch: sequences of a data-parallel rank.
-        dp: data-parallel ranks; parameters are sharded over dp and cp.
-        cp: ranks that share a sequence: K/V are exchanged.
-        tp: tensor-parallel ranks, neighbours of one another.
-        exchange: of K/V over cp: needed or all_gather.
-        device: whose operators the graph has: cuda or cpu. No such device is needed.
-        graph: graphs to schedule: forward, backward or both; with --load, the name of a graph.
-        load: file of graphs, by --save or save_graphs, or a .pt2 of torch.export; nothing is captured. Needs --trust:
-            such a file may run code as it is read.
-        trust: read the file of --load, whose author you trust.
-        group: ranks of a process group of --load, if the file has none: 1=0-7 or 2=0,8.
-        dynamic_size: the value of each size that a loaded graph leaves open.
-        hardware: preset h100, h200, b200 or cpu, or a file that calibrate wrote.
-        costs: of operators: roofline, of --hardware, or measured, on --device; collectives: --hardware.
-        measurements: file of the times of --costs measured, read first and added to.
-        budget: most that a graph may hold. Default: its own peak and 1 GiB or 5 % more.
-        bucket: merge collectives where that gains.
-        split: cut collectives of activations, and the compute beside them, into pieces where that gains; slow.
-        multiplier: schedule as if collectives took so many times as long; costs are guesses.
-        in_flight: most collectives of a group that are started and not yet waited for.
-        effort: number of orders to try; more find better ones, as a rule.
-        torch: compare with PyTorch's own overlap pass, and with ours without buckets.
-        trace: file for Chrome's trace events, for ui.perfetto.dev.
-        html: file for the report: timelines and figures, one page.
-        json: file for all figures.
-        save: file for the graphs; --load takes it.
-    """
-
-    layers: int = 8
-    dim: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    ffn: int = 14336
-    vocab: int = 128_256
-    seq_len: int = 8192
-    batch: int = 1
-    dp: int = 8
-    cp: int = 1
-    tp: int = 8
-    exchange: str = "needed"
-    device: str = "cuda"
-    graph: str = "both"
-    load: str | None = None
-    trust: bool = False
-    group: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "NAME=RANKS"})
-    dynamic_size: int = 4096
-    hardware: str = "h100"
-    costs: str = "roofline"
-    measurements: str | None = None
-    budget: int | None = dataclasses.field(default=None, metadata={"metavar": "BYTES"})
-    bucket: bool = True
-    split: bool = False
-    multiplier: float = 1.0
-    in_flight: int | None = None
-    effort: int | None = None
-    torch: bool = False
-    trace: str | None = None
-    html: str | None = None
-    json: str | None = None
-    save: str | None = None
-
-    def command(self) -> str:
-        """The shell command that gives these options, without the files to write."""
-        return command_line("overlap", self, ("trace", "html", "json", "save"))
-
-
-def overlap(options: OverlapOptions) -> None:
-    """Hide the communication of a training step. Schedules a captured graph; says what is exposed, and why."""
+def overlap(options: OverlapOptions, command: str = "spanwise overlap") -> int:
+    """Schedule graphs; print the gain, what is exposed, and why."""
     check_writable(options.trace, options.html, options.json, options.save)
     hardware = load_hardware(options.hardware)
     given = parse_groups(options.group)
@@ -143,20 +62,19 @@ def overlap(options: OverlapOptions) -> None:
     for name, gm in chosen.items():
         with assumed(gm, options.dynamic_size):
             found.append(_figures(name, gm, model, source.labels, options))
-    page = Page(what, options.command(), hardware, ranks, source.labels, tuple(found))
-    overlap_text.show(page)
-    write_text(options.json, lambda: json_text(page.as_dict()))
+    report = Report(what, command, hardware, ranks, source.labels, tuple(found))
+    print(report.text())
+    write_text(options.json, lambda: json.dumps(report.as_dict(), indent=1) + "\n")
     write_text(options.trace, lambda: _trace(found, source.labels))
-    write_text(options.html, lambda: render(page))
+    write_text(options.html, report.html)
     write(options.save, lambda path: save_graphs(path, source.graphs, ranks=ranks, labels=source.labels))
+    return 0
 
 
 def _check(options: OverlapOptions) -> None:
     """Refuse options that contradict one another or this machine."""
     if options.dynamic_size < 1:
         raise ValueError(f"--dynamic-size must be at least 1, got {options.dynamic_size}")
-    if options.costs not in ("roofline", "measured"):
-        raise ValueError(f"--costs must be roofline or measured, got {options.costs!r}")
     if options.costs == "measured" and options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--costs measured runs the operators on --device cuda, and there is none here: --device cpu")
     if options.measurements is not None and options.costs != "measured":
@@ -235,8 +153,6 @@ def _graphs(options: OverlapOptions, hardware: Hardware) -> tuple[SavedGraphs, s
         raise ValueError(f"--layers must be between 1 and {_LAYERS_LIMIT}, got {options.layers}")
     if options.vocab < 0:
         raise ValueError(f"--vocab must be 0, for layers alone, or more, got {options.vocab}")
-    if options.exchange not in ("needed", "all_gather"):
-        raise ValueError(f"--exchange must be needed or all_gather, got {options.exchange!r}")
     sizes = {name: getattr(options, name) for name in _MODEL if name != "exchange"}
     config = CaptureConfig(**{**sizes, "vocab": options.vocab or None}, device=options.device)
     what = (
@@ -312,7 +228,7 @@ def _priced(name: str, gm: fx.GraphModule, model: CostModel, options: OverlapOpt
 
 def _figures(
     name: str, gm: fx.GraphModule, model: CostModel, labels: Mapping[str, str], options: OverlapOptions
-) -> GraphFigures:
+) -> Graph:
     try:
         cost, measured = _priced(name, gm, model, options)
         with working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
@@ -322,8 +238,8 @@ def _figures(
         raise ValueError(f"{name}: {error}{hint}") from error
     found = figures(result, labels)
     found = dataclasses.replace(found, after=dataclasses.replace(found.after, seconds=seconds))
-    peers, note = _peers(name, gm, cost, result, labels, options) if options.torch else ((), "")
-    return GraphFigures(name, len(gm.graph.nodes), result, found, peers, ". ".join(filter(None, (measured, note))))
+    peers, note = _peers(name, gm, cost, result, labels, options) if options.torch else ([], "")
+    return Graph(name, len(gm.graph.nodes), result, found, tuple(peers), ". ".join(filter(None, (measured, note))))
 
 
 def _optimized(gm: fx.GraphModule, cost: _Priced, options: OverlapOptions, *, bucket: bool) -> tuple[Result, float]:
@@ -349,18 +265,18 @@ def _peers(
     result: Result,
     labels: Mapping[str, str],
     options: OverlapOptions,
-) -> tuple[tuple[Peer, ...], str]:
+) -> tuple[list[tuple[OrderFigures, Timeline]], str]:
     """Orders to compare with, and a remark if one of PyTorch's is missing.
 
     PyTorch's own pass at the same costs, with and without buckets, and ours without: orders without buckets all have
     the same launches.
     """
-    found: list[Peer] = []
+    found: list[tuple[OrderFigures, Timeline]] = []
     heavy = arithmetic(gm)
 
     def add(what: str, timeline: Timeline, seconds: float, merged: bool) -> None:
         own = order_figures(what, timeline, heavy, names=labels, merged=merged, budget=result.budget, seconds=seconds)
-        found.append(Peer(own, timeline))
+        found.append((own, timeline))
 
     note = ""
     for bucket in (False, True):
@@ -376,16 +292,13 @@ def _peers(
         with working(f"scheduling the {name} without buckets"):
             plain, seconds = _optimized(gm, cost, options, bucket=False)
         add("spanwise, reorder", plain.timeline, seconds, merged=False)
-    return tuple(found), note
+    return found, note
 
 
-def _trace(found: Sequence[GraphFigures], labels: Mapping[str, str]) -> str:
+def _trace(found: Sequence[Graph], labels: Mapping[str, str]) -> str:
     """Chrome's trace events of all graphs, one process for each order; see `trace_events`."""
     events: list[dict[str, Any]] = []
-    process = 0
-    for one in found:
-        for order, timeline in zip(one.orders, one.timelines, strict=True):
-            name = f"{one.name}, {order.name}"
-            events += trace_events(timeline, name, process, budget=one.result.budget, groups=labels)
-            process += 1
+    orders = [(one, order, timeline) for one in found for order, timeline in one.orders]
+    for process, (one, order, timeline) in enumerate(orders):
+        events += trace_events(timeline, f"{one.name}, {order.name}", process, budget=one.result.budget, groups=labels)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"

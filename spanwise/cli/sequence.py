@@ -2,97 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 import spanwise
 from spanwise.cli.lengths import read_lengths
-from spanwise.cli.report.plan_figures import Source
+from spanwise.cli.options import PlanOptions
 
 #: Most tokens of a sequence: a plan keeps a few arrays of one entry a token.
 SEQ_LIMIT = 2**26
 
 
-def choose_sequence(
-    documents: str | None = None,
-    column: str | None = None,
-    data: Sequence[str] = (),
-    seq_len: int | None = None,
-    sequence: int = 0,
-) -> tuple[np.ndarray, Source]:
-    """Document offsets int64 ``[num_docs + 1]`` of one sequence, and its source.
-
-    Args:
-        documents: file of document lengths; see `spanwise.cli.lengths.read_lengths`.
-        column: its key or column.
-        data: files and folders, every file one document of its bytes and two marks.
-        seq_len: tokens of a sequence. Documents are laid end to end and cut there; without documents, one document of
-            that length.
-        sequence: which of the sequences, from 0.
+def choose_sequence(options: PlanOptions) -> tuple[np.ndarray, str]:
+    """Document offsets int64 ``[num_docs + 1]`` of one sequence, and its source in words.
 
     Raises:
-        ValueError: the arguments contradict one another, name no sequence, or a file is wrong.
+        ValueError: the options contradict one another, name no sequence, or a file is wrong.
     """
+    documents, data, seq_len = options.documents, options.data, options.seq_len
+    take: Callable[[int], np.ndarray]
     if seq_len is not None and not 1 <= seq_len <= SEQ_LIMIT:
         raise ValueError(f"--seq-len must be between 1 and {SEQ_LIMIT:,} tokens, got {seq_len:,}")
     if documents is not None and data:
         raise ValueError("--documents and --data both say which documents there are; give one of them")
-    if column is not None and documents is None:
-        raise ValueError(f"--column {column} names a part of a --documents file; there is none")
+    if options.column is not None and documents is None:
+        raise ValueError(f"--column {options.column} names a part of a --documents file; there is none")
     if documents is not None:
-        cu_seqlens, source = _of_lengths(documents, column, seq_len, sequence)
+        rows, packing = _of_lengths(read_lengths(documents, options.column), seq_len, documents)
+        count, take, where = len(rows), rows.__getitem__, documents
     elif data:
-        cu_seqlens, source = _of_data(data, seq_len, sequence)
+        lengths = document_lengths(data)
+        count, take, packing = _of_data(lengths, seq_len)
+        where = f"{', '.join(data)}: {len(lengths)} documents, {sum(lengths):,} tokens"
     elif seq_len is not None:
-        _check_index(sequence, 1, "--seq-len without documents")
-        cu_seqlens = np.array([0, seq_len])
-        source = Source("--seq-len", "one document that fills the sequence", sequence, 1)
+        count, take, where = 1, [np.array([seq_len])].__getitem__, "--seq-len"
+        packing = "one document that fills the sequence"
     else:
         raise ValueError(
             "nothing to plan: name document lengths with --documents, files with --data, or give --seq-len"
         )
-    tokens = int(cu_seqlens[-1])
-    if tokens > SEQ_LIMIT:
+    if not 0 <= options.sequence < count:
+        raise ValueError(f"--sequence {options.sequence} does not exist: {where} gives {count:,}, counted from 0")
+    cu_seqlens = np.append(0, np.cumsum(take(options.sequence))).astype(np.int64)
+    if cu_seqlens[-1] > SEQ_LIMIT:
         raise ValueError(
-            f"a sequence of {tokens:,} tokens is more than one plan takes ({SEQ_LIMIT:,}); cut it with --seq-len"
+            f"a sequence of {cu_seqlens[-1]:,} tokens is more than one plan takes ({SEQ_LIMIT:,}); cut it with "
+            f"--seq-len"
         )
-    return cu_seqlens.astype(np.int64), source
+    which = f"sequence {options.sequence} of {count:,}, counted from 0; " if count > 1 else ""
+    return cu_seqlens, f"{where}: {which}{packing}"
 
 
-def _of_lengths(path: str, column: str | None, seq_len: int | None, index: int) -> tuple[np.ndarray, Source]:
-    rows = read_lengths(path, column)
+def _of_lengths(rows: list[np.ndarray], seq_len: int | None, path: str) -> tuple[Sequence[np.ndarray], str]:
     if seq_len is None:
-        _check_index(index, len(rows), path)
-        return _offsets(rows[index]), Source(path, "the documents in the order of the file", index, len(rows))
+        return rows, "the documents in the order of the file"
     if len(rows) > 1:
         raise ValueError(
             f"{path} holds {len(rows)} sequences that are packed already, and --seq-len would pack them again; "
             f"leave --seq-len out and choose one with --sequence, or write one list of lengths"
         )
-    offsets = _offsets(rows[0])
-    count = -(-int(offsets[-1]) // seq_len)
-    _check_index(index, count, f"{path} with --seq-len {seq_len}")
-    begin = index * seq_len
-    end = min(begin + seq_len, int(offsets[-1]))
-    inside = offsets[(offsets > begin) & (offsets < end)]
-    how = f"documents in the order of the file, laid end to end and cut every {seq_len:,} tokens"
-    return np.unique(np.concatenate(([begin, end], inside))) - begin, Source(path, how, index, count)
+    ends = np.cumsum(rows[0])
+    cuts = np.arange(seq_len, ends[-1], seq_len)
+    edges = np.unique(np.concatenate(([0], ends, cuts)))
+    packed = np.split(np.diff(edges), np.searchsorted(edges, cuts))
+    return packed, f"documents in the order of the file, laid end to end and cut every {seq_len:,} tokens"
 
 
-def _of_data(paths: Sequence[str], seq_len: int | None, index: int) -> tuple[np.ndarray, Source]:
-    lengths = document_lengths(paths)
-    origin = f"{', '.join(paths)}: {len(lengths)} documents, {sum(lengths):,} tokens"
+def _of_data(lengths: list[int], seq_len: int | None) -> tuple[int, Callable[[int], np.ndarray], str]:
     if seq_len is None:
-        _check_index(index, 1, "--data without --seq-len")
-        how = "every file one document, in the order of their names"
-        return _offsets(np.array(lengths)), Source(origin, how, index, 1)
-    count = -(-sum(lengths) // seq_len)
-    _check_index(index, count, f"an epoch of --seq-len {seq_len}")
-    pieces = spanwise.DocumentOrder(lengths, seed=0, max_document=seq_len).pieces(index * seq_len, seq_len)
+        return 1, [np.array(lengths)].__getitem__, "every file one document, in the order of their names"
+    order = spanwise.DocumentOrder(lengths, seed=0, max_document=seq_len)
+
+    def take(index: int) -> np.ndarray:
+        pieces = order.pieces(index * seq_len, seq_len)
+        return pieces[:, 2] - pieces[:, 1]
+
     how = f"every file one document, shuffled (seed 0), laid end to end and cut every {seq_len:,} tokens"
-    return _offsets(pieces[:, 2] - pieces[:, 1]), Source(origin, how, index, count)
+    return -(-sum(lengths) // seq_len), take, how
 
 
 def document_lengths(paths: Sequence[str]) -> list[int]:
@@ -117,12 +105,3 @@ def document_lengths(paths: Sequence[str]) -> list[int]:
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate(([0], np.cumsum(lengths)))
-
-
-def _check_index(index: int, count: int, where: str) -> None:
-    if not 0 <= index < count:
-        raise ValueError(f"--sequence {index} does not exist: {where} gives {count:,}, counted from 0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.cli.command import BALANCERS, choices
+from spanwise.cli.options import VerifyOptions
 from spanwise.cli.ranks import run_ranks
-from spanwise.routes.exchanges import EXCHANGES
 
 #: Most tokens: every rank computes the dense float64 reference, and leaks are followed over a dense mask.
 LIMIT = 4096
@@ -51,78 +49,34 @@ MASKS: dict[str, Callable[[int, int], SpanMask]] = {
 }
 
 
-@dataclass(frozen=True)
-class VerifyConfig:
-    """Options of ``spanwise verify``.
+def make_plan(options: VerifyOptions) -> spanwise.Plan:
+    """The plan to verify."""
+    return spanwise.make_plan(
+        MASKS[options.mask](options.seq_len, options.seed),
+        num_ranks=options.ranks if options.inner == 1 else (options.ranks // options.inner, options.inner),
+        balancer=options.balancer,
+        exchange=options.exchange,
+        num_q_heads=options.heads,
+        num_kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        dtype=getattr(torch, options.dtype),
+        hardware=spanwise.CPU_HOST,
+    )
 
-    Attributes:
-        ranks: local processes to start.
-        seq_len: tokens; any number.
-        mask: kind of mask; its sizes follow from --seq-len.
-        num_heads: query heads.
-        num_kv_heads: heads of K and V.
-        head_dim: width of a head.
-        dtype: of weights and inputs.
-        balancer: how blocks are assigned to ranks.
-        exchange: how K/V travel.
-        inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
-        seed: of documents, weights and inputs.
 
-    Raises:
-        ValueError: an option is out of range.
-    """
-
-    ranks: int = 4
-    seq_len: int = 1000
-    mask: str = field(default="documents", metadata=choices(*MASKS))
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    dtype: str = field(default="float32", metadata=choices("float32", "float64"))
-    balancer: str = field(default="auto", metadata=choices("auto", *BALANCERS))
-    exchange: str = field(default="auto", metadata=choices("auto", *EXCHANGES))
-    inner: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.inner < 1 or self.ranks % self.inner:
-            raise ValueError(f"inner must divide ranks, got {self.inner} and {self.ranks}")
-        if self.ranks < 1 or self.seq_len < 1:
-            raise ValueError(f"ranks and seq_len must be at least 1, got {self.ranks} and {self.seq_len}")
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
-            raise ValueError(
-                f"--head-dim must be at least 1 and --heads a multiple of --kv-heads, got {dim}, {heads} and {kv_heads}"
-            )
-        if self.seq_len > LIMIT:
-            raise ValueError(
-                f"every rank computes a dense reference: seq_len must be at most {LIMIT}, got {self.seq_len}"
-            )
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be in [0, 2**64), got {self.seed}")
-        if self.mask not in MASKS:
-            raise ValueError(f"unknown mask {self.mask!r}; choose one of {sorted(MASKS)}")
-        if self.dtype not in ("float32", "float64"):
-            raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """Shape of the mesh."""
-        return (self.ranks,) if self.inner == 1 else (self.ranks // self.inner, self.inner)
-
-    def plan(self) -> spanwise.Plan:
-        """The plan to verify."""
-        return spanwise.make_plan(
-            MASKS[self.mask](self.seq_len, self.seed),
-            num_ranks=self.ranks if self.inner == 1 else (self.ranks // self.inner, self.inner),
-            balancer=self.balancer,
-            exchange=self.exchange,
-            num_q_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=getattr(torch, self.dtype),
-            hardware=spanwise.CPU_HOST,
-        )
+def _check(options: VerifyOptions) -> None:
+    """``ValueError`` for options out of range."""
+    for name in ("ranks", "seq_len", "heads", "kv_heads", "head_dim", "inner"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.ranks % options.inner:
+        raise ValueError(f"--inner must divide --ranks, got {options.inner} and {options.ranks}")
+    if options.heads % options.kv_heads:
+        raise ValueError(f"--heads must be a multiple of --kv-heads, got {options.heads} and {options.kv_heads}")
+    if options.seq_len > LIMIT:
+        raise ValueError(f"every rank computes a dense reference: --seq-len is at most {LIMIT}, got {options.seq_len}")
+    if not 0 <= options.seed < 2**64:
+        raise ValueError(f"--seed must be in [0, 2**64), got {options.seed}")
 
 
 class Inner(nn.Module):
@@ -149,11 +103,11 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     """Two layers with the heads of the options, and weights that are equal on all ranks."""
 
-    def __init__(self, config: VerifyConfig):
+    def __init__(self, options: VerifyOptions):
         super().__init__()
-        torch.manual_seed(config.seed)
-        sizes = config.num_heads, config.num_kv_heads, config.head_dim
-        self.layers = nn.ModuleList(Layer(*sizes) for _ in range(2)).to(getattr(torch, config.dtype))
+        torch.manual_seed(options.seed)
+        sizes = options.heads, options.kv_heads, options.head_dim
+        self.layers = nn.ModuleList(Layer(*sizes) for _ in range(2)).to(getattr(torch, options.dtype))
 
     def forward(self, x: torch.Tensor, attn_mask: Any) -> torch.Tensor:
         for layer in self.layers:
@@ -161,22 +115,25 @@ class Layers(nn.Module):
         return x
 
 
-def verify(config: VerifyConfig) -> int:
-    """Compare attention and two layers with one device. Probes them for leaks across the mask, too."""
-    print(config.plan().explain(), flush=True)
-    return run_ranks(verify_rank, config, config.ranks)
+def verify(options: VerifyOptions, command: str = "spanwise verify") -> int:
+    """Compare attention and two layers with one device on local ranks."""
+    _check(options)
+    print(make_plan(options).explain(), flush=True)
+    return run_ranks(verify_rank, options, options.ranks)
 
 
-def verify_rank(config: VerifyConfig) -> int:
+def verify_rank(options: VerifyOptions) -> int:
     """A rank's part: the attention call, then the layers around it. Returns 0 if both pass, else 1."""
-    names = ("cp",) if config.inner == 1 else ("cp_outer", "cp_inner")
-    mesh = init_device_mesh("cpu", config.axes, mesh_dim_names=names)
-    plan, dtype = config.plan(), getattr(torch, config.dtype)
+    mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("cp",))
+    if options.inner > 1:
+        axes = (options.ranks // options.inner, options.inner)
+        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_outer", "cp_inner"))
+    plan, dtype = make_plan(options), getattr(torch, options.dtype)
     attention = spanwise.verify(spanwise.context_parallel_attention, plan, mesh, dtype=dtype)
-    model = Layers(config)
+    model = Layers(options)
     style = spanwise.ContextParallel(attention_type="sdpa")
     parallelize_module(model, mesh, {"layers.*.inner": style})
-    x = torch.randn(1, config.seq_len, config.num_heads * config.head_dim, dtype=dtype)
+    x = torch.randn(1, options.seq_len, options.heads * options.head_dim, dtype=dtype)
     layers = spanwise.verify(model, plan, mesh, inputs=(x,))
     if dist.get_rank() == 0:
         print(f"attention: {attention}\nlayers: {layers}")

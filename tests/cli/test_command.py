@@ -1,131 +1,151 @@
-"""Commands made of dataclasses: options, help and values come from the fields."""
+"""Options come from dataclasses: their types, help and values; exit statuses; local ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, get_args, get_type_hints
 
 import pytest
-import typer
-from typer.testing import CliRunner
+import torch
+import torch.distributed as dist
 
-from spanwise.cli.app import app
-from spanwise.cli.calibrate import CalibrateOptions
-from spanwise.cli.command import BALANCERS, command, command_line, help_texts
-from spanwise.cli.overlap import OverlapOptions
-from spanwise.cli.plan import PlanOptions
-from spanwise.cli.ranks import RankFailure
-from spanwise.cli.verify import VerifyConfig
+import spanwise
+from spanwise.attention.kernels.table import KERNELS
+from spanwise.cli import app, options, verify
+from spanwise.cli.options import CalibrateOptions, OverlapOptions, PlanOptions, VerifyOptions
+from spanwise.cli.output import PRESETS
+from spanwise.cli.ranks import RankFailure, run_ranks
 from spanwise.layouts.assignment import resolve
+from spanwise.routes.exchanges import EXCHANGES
+from tests.cli.commands import run
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes.
-
-    Attributes:
-        num_heads: query heads.
-        secret: of nobody.
-    """
-
-    num_heads: int = 4
-    secret: int = 7
+@pytest.mark.parametrize("kind", app.COMMANDS.values())
+def test_every_option_has_a_help(kind: Any) -> None:
+    section = inspect.cleandoc(kind.__doc__).partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.M)
+    assert [name for name, _ in entries] == [field.name for field in dataclasses.fields(kind)]
+    assert all(text.endswith(".") for _, text in entries)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options.
-
-    Attributes:
-        data: files.
-        ranks: how many; `two` lines of
-            help.
-        sizes: of the model.
-        rate: a number.
-        fast: less exact.
-        cache: keep results.
-
-    Raises:
-        ValueError: the rate is negative.
-    """
-
-    data: tuple[str, ...] = ()
-    ranks: int = 2
-    sizes: Sizes = dataclasses.field(default_factory=Sizes)
-    rate: float | None = dataclasses.field(default=None, metadata={"metavar": "HERTZ"})
-    fast: bool = False
-    cache: bool = True
-
-    def __post_init__(self) -> None:
-        if (self.rate or 0) < 0:
-            raise ValueError(f"rate must not be negative, got {self.rate}")
+def test_help_shows_the_values() -> None:
+    said = run("verify", "--help").said
+    assert "--exchange {auto,all_gather,needed,hierarchical,ring,ulysses}" in said and "--mask {documents," in said
+    said = run("plan", "--help").said
+    assert "--window LEFT [RIGHT]" in said and "--compare-ranks RANKS" in said and "--no-global-batch" not in said
+    assert set(app.COMMANDS) <= set(run("--help").said.split()) and run().said == run("--help").said
 
 
-def invoke(*arguments: str, torchrun: bool = False) -> tuple[int, list[object], str]:
-    found: list[object] = []
-
-    def note(options: Options) -> int:
-        """Note the options."""
-        found.append(options)
-        if options.rate == 13:
-            raise RankFailure("rank 1 failed:\nbad luck")
-        return 3 if options.fast else 0
-
-    app = typer.Typer(rich_markup_mode=None)
-    app.command()(command(Options, note, torchrun=torchrun, leave_out=("secret",)))
-    result = CliRunner().invoke(app, arguments)
-    return result.exit_code, found, result.stderr or result.output
-
-
-def test_fields_are_options() -> None:
-    assert invoke()[:2] == (0, [Options()])
-    arguments = "--data a b --data c --ranks 5 --heads 8 --rate 1.5 --fast --no-cache"
-    expected = Options(("a", "c", "b"), 5, Sizes(8), 1.5, fast=True, cache=False)
-    assert invoke(*arguments.split())[:2] == (3, [expected])
-    assert invoke("--secret", "1")[0] == invoke("--no-fast")[0] == 2
-
-
-def test_help_is_the_docstring() -> None:
-    text = " ".join(invoke("--help")[2].split())
-    for part in (
-        "Note the options.", "--ranks <int> How many; two lines of help. [default: 2]", "--rate HERTZ A number.",
-        "--heads <int> Query heads. [default: 4]", "--fast Less exact.", "--cache / --no-cache Keep results.",
-    ):  # fmt: skip
-        assert part in text
-    assert "secret" not in text
-
-
-def test_help_shows_the_balancers_and_exchanges() -> None:
-    text = " ".join(CliRunner().invoke(app, ["verify", "--help"]).output.split())
-    assert "--exchange {auto, all_gather, needed, hierarchical, ring, ulysses}" in text and "--mask {documents," in text
-    with pytest.raises(ValueError, match="use " + ", ".join(map(repr, BALANCERS)) + " or an object"):
+def test_values_are_those_of_the_package() -> None:
+    names = get_args(options.Balancer)[1:]
+    with pytest.raises(ValueError, match="use " + ", ".join(map(repr, names)) + " or an object"):
         resolve("none")
+    assert set(get_args(options.Exchange)) == {"auto", *EXCHANGES}
+    assert set(get_args(get_type_hints(CalibrateOptions)["kernel"])) == {"auto", *KERNELS}
+    assert set(get_args(get_type_hints(VerifyOptions)["mask"])) == set(verify.MASKS)
+    assert all(hasattr(torch, name) for name in get_args(options.Dtype))
+    for kind in (PlanOptions, OverlapOptions):
+        assert PRESETS[kind().hardware] is spanwise.H100
 
 
-def test_errors_are_one_line() -> None:
-    assert invoke("--rate", "-1") == (2, [], "spanwise: rate must not be negative, got -1.0\n")
-    status, _, text = invoke("--rate", "13")
-    assert (status, text) == (1, "spanwise: rank 1 failed:\nbad luck\n")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan --balancer best", "plan --exchange pigeon", "plan --dtype int8", "plan --compare-ranks 2 x",
+        "plan --window 1 2 3", "plan --seq-len 5.5", "overlap --device tpu", "overlap --exchange ring",
+        "overlap --costs guessed", "verify --mask zebra", "verify --dtype int8", "verify --balancer best",
+        "calibrate --kernel fast", "plan --nonsense", "train",
+    ],
+)  # fmt: skip
+def test_values_that_no_option_takes(line: str) -> None:
+    done = run(*line.split())
+    assert done.status == 2 and "Traceback" not in done.said and line.split()[-1].lstrip("-") in done.said
 
 
-def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert invoke(torchrun=True)[1] == [Options()]
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "3")):
-        monkeypatch.setenv(name, value)
-    assert invoke(torchrun=True)[1] == [Options(ranks=3)]
-    assert invoke("--ranks", "2", torchrun=True)[:2] == (1, [])
-    assert invoke("--ranks", "2")[1] == [Options()]
+def test_help_imports_no_torch_and_is_quick() -> None:
+    python = "import sys; from spanwise.cli.app import main\ntry: main(['plan', '--help'])\nexcept SystemExit: pass\n"
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", f"{python}print('torch' in sys.modules)"], capture_output=True)
+    assert done.stdout.endswith(b"False\n"), done.stderr
+    assert time.perf_counter() - began < 8  # 0.2 s on a quiet machine
 
 
-@pytest.mark.parametrize("config", [VerifyConfig, PlanOptions, CalibrateOptions, OverlapOptions])
-def test_every_option_has_a_help(config: type) -> None:
-    texts = help_texts(config)
-    assert set(texts) == {field.name.removeprefix("num_") for field in dataclasses.fields(config)}
-    assert all(text.endswith(".") for text in texts.values())
+@pytest.mark.parametrize(("error", "status"), [(ValueError, 2), (NotImplementedError, 2), (RankFailure, 1)])
+def test_errors_are_one_line(error: type[Exception], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> int:
+        raise error("bad luck")
+
+    monkeypatch.setattr(verify, "verify", fails)
+    done = run("verify")
+    assert (done.status, done.err) == (status, "spanwise: bad luck\n")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(error, match="bad luck"):  # torchrun shows the traceback
+        run("verify")
 
 
-def test_a_command_line_gives_its_options_again() -> None:
-    options = Options(("a b", "c"), 5, fast=True, cache=False)
-    line = command_line("x", options, ("sizes",))
-    assert line == "spanwise x --data 'a b' --data c --ranks 5 --fast --no-cache"
-    assert invoke(*shlex.split(line)[2:])[1][0] == options
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--ranks 0", "--ranks must be at least 1, got 0"),
+        ("--seq-len 5000", "--seq-len is at most 4096, got 5000"),
+        ("--heads 4 --kv-heads 3", "--heads must be a multiple of --kv-heads, got 4 and 3"),
+        ("--head-dim 0", "--head-dim must be at least 1, got 0"),
+        ("--inner 3", "--inner must divide --ranks, got 3 and 4"),
+        ("--seed 18446744073709551616", "--seed must be in [0, 2**64), got 18446744073709551616"),
+    ],
+)
+def test_bad_options_of_verify(arguments: str, text: str) -> None:
+    done = run("verify", *arguments.split())
+    assert done.status == 2 and text in done.err
+
+
+@pytest.mark.parametrize("name", sorted(verify.MASKS))
+@pytest.mark.parametrize("seq_len", [2, 7, 100])
+def test_masks_of_verify_fit_any_length(name: str, seq_len: int) -> None:
+    mask = verify.MASKS[name](seq_len, 0)
+    assert (mask.q_len, mask.kv_len) == (seq_len, seq_len)
+    assert (mask.area() > 0).all()
+
+
+def test_verify_is_planned_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "run_ranks", lambda function, given, ranks: ranks)
+    done = run("verify", "--ranks", 4, "--inner", 2, "--seq-len", 100)
+    assert done.status == 4 and f"predicted on {spanwise.CPU_HOST.name}" in done.out
+    assert "heads traded (Ulysses) among 2 ranks" in done.out
+
+
+@pytest.mark.slow
+def test_verify_command_on_ranks() -> None:
+    command = [sys.executable, "-m", "spanwise", "verify", "--ranks", "2", "--seq-len", "301", "--dtype", "float64"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "attention: verified" in ended.stdout and "layers: verified" in ended.stdout
+
+
+def killed(options: None) -> int:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return 0
+
+
+def raises(options: None) -> int:
+    if dist.get_rank() == 1:
+        raise ValueError("bad luck")
+    return 3
+
+
+@pytest.mark.slow
+def test_a_failed_rank_is_named() -> None:
+    with pytest.raises(RankFailure, match="rank 1 was ended by SIGKILL; the system may have run out of memory"):
+        run_ranks(killed, None, 2)
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 failed:.*ValueError: bad luck"):
+        run_ranks(raises, None, 2)

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner, Result
 
 from spanwise._torch import COMPILES
 from spanwise.cli import overlap as overlap_command
-from spanwise.cli.app import app
-from spanwise.cli.overlap import OverlapOptions, parse_groups
-from spanwise.cli.report.overlap_charts import KINDS, LEFT, RIGHT, WIDTH, Bar, lanes, merged
+from spanwise.cli.options import OverlapOptions
+from spanwise.cli.overlap import parse_groups
+from spanwise.cli.report import units
+from spanwise.cli.report.lanes import LEFT, RIGHT, WIDTH, Bar, lanes, merged
+from spanwise.cli.report.overlap_page import list_ranks
 from spanwise.hardware import H100
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
@@ -35,6 +36,7 @@ from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.optimize import optimize
+from tests.cli.commands import run
 
 SMALL = [
     "overlap", "--layers", "1", "--dim", "256", "--heads", "8", "--kv-heads", "4", "--ffn", "512", "--vocab", "512",
@@ -53,18 +55,14 @@ def orders(graph: dict[str, Any]) -> list[dict[str, Any]]:
     return [graph["before"], *graph["peers"], graph["after"]]
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """All that one run writes, and what it prints."""
     folder = tmp_path_factory.mktemp("overlap")
     flags = [f"--{name}={folder / f'o.{name}'}" for name in ("html", "json", "trace", "save")]
     result = run(*SMALL, "--torch", *flags)
-    assert result.exit_code == 0, result.output
-    return folder, result.output
+    assert result.status == 0, result.said
+    return folder, result.out
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +87,15 @@ def test_figures_are_those_of_optimize(written: tuple[Path, str], figures: dict[
 def test_what_is_printed(written: tuple[Path, str], figures: dict[str, Any]) -> None:
     text = written[1]
     assert "4 ranks = 2 data x 1 context x 2 tensor parallel" in text and "groups: dp 0,2, tp 0,1" in text
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
-    for name in ("forward", "backward"):
-        found = figures["graphs"][name]
+    graphs = load_graphs(written[0] / "o.save")
+    for name, found in figures["graphs"].items():
+        result = optimize(graphs.graphs[name], CostModel(H100, ranks=graphs.ranks))
+        assert result.report(graphs.labels) in text, "the text of a schedule is that of Result.report"
         for order in orders(found):
             counts = " / ".join(str(order["counts"][key]) for key in ("hidden", "partly", "exposed"))
-            row = next(row for row in rows if row[0] == order["name"] and row[5].startswith(counts))
-            assert row[6] == str(order["launches"])
-            assert float(row[1].split()[0]) == pytest.approx(order["makespan"], rel=6e-3) or "µs" in row[1]
-        worst = max(found["collectives"], key=lambda one: one["exposed"])
-        called = worst["name"] if worst["members"] == 1 else f"{worst['operator']} of {worst['members']}"
-        assert [called, worst["group"]] in [row[:2] for row in rows]
-    assert figures["command"] in text.replace("\n", " ")
+            cells = order["name"], units.milliseconds(order["makespan"]), units.milliseconds(order["exposed"]), counts
+            assert any(all(cell in line for cell in cells) for line in text.splitlines()), cells
+    assert figures["command"] in text
 
 
 @pytest.mark.compiles
@@ -128,7 +123,7 @@ def test_ours_without_buckets_is_what_no_bucket_gives(
 ) -> None:
     given = ["--trust", "--load", written[0] / "o.save", "--graph", "backward", "--no-bucket", "--torch"]
     result = run("overlap", *given, "--json", tmp_path / "o.json")
-    assert result.exit_code == 0, result.output
+    assert result.status == 0, result.said
     plain = json.loads((tmp_path / "o.json").read_text())["graphs"]["backward"]
     assert [peer["name"] for peer in plain["peers"]] == BESIDE[:2], "it is the row of spanwise"
     ours = figures["graphs"]["backward"]["peers"][2]
@@ -136,7 +131,7 @@ def test_ours_without_buckets_is_what_no_bucket_gives(
 
 
 def test_the_command_gives_the_same_again(figures: dict[str, Any]) -> None:
-    assert shlex.split(figures["command"]) == ["spanwise", *SMALL, "--torch"]
+    assert shlex.split(figures["command"])[: 2 + len(SMALL)] == ["spanwise", *SMALL, "--torch"]
 
 
 def test_trace_has_all_timelines_of_each_graph(written: tuple[Path, str], figures: dict[str, Any]) -> None:
@@ -184,20 +179,24 @@ def test_the_page_has_all_timelines_to_scale(written: tuple[Path, str], figures:
 
 def test_the_page_loads_nothing_and_has_the_figures(written: tuple[Path, str], figures: dict[str, Any]) -> None:
     page = (written[0] / "o.html").read_text()
-    assert "default-src 'none'" in page and not re.search(r"(src|href)=", page)
-    values = {value for value in re.findall(r'<data value="([^"]*)"', page)}
+    assert "default-src 'none'" in page and not re.search(r"<script|(src|href)=", page)
+    shown = html.unescape(page)
     for found in figures["graphs"].values():
         for order in orders(found):
-            assert {str(order[key]) for key in ("makespan", "exposed", "peak_bytes", "launches")} <= values
+            row = next(
+                row
+                for row in shown.split("<tr")
+                if f">{order['name']}</td>" in row and f">{units.milliseconds(order['makespan'])}</td>" in row
+            )
+            cells = units.milliseconds(order["exposed"]), units.num_bytes(order["peak_bytes"]), f"{order['launches']:,}"
+            assert all(f">{cell}</td>" in row for cell in cells)
+        by_group: dict[str, float] = {}
+        for one in found["collectives"]:
+            by_group[one["group"]] = by_group.get(one["group"], 0.0) + one["ms"]
+        assert all(f'<td class="left">{group}</td>' in page for group in by_group)
+        assert all(f"<td>{units.milliseconds(ms)}</td>" in page for ms in by_group.values())
         worst = max(found["collectives"], key=lambda one: one["exposed"])
-        assert str(worst["exposed"]) in values
-        assert all(html.escape(why).replace("&#x27;", "&#39;") in page for why in found["after"]["why"])
-    data = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S)]
-    for of_graph, found in zip(data, figures["graphs"].values(), strict=True):
-        assert of_graph["most"] == found["before"]["makespan"]
-        for lanes_, order in zip(of_graph["timelines"], orders(found), strict=True):
-            bars = lanes_[0][1]
-            assert sum(length for _, length, kind, _ in bars if kind == 0) == pytest.approx(order["compute"], rel=1e-3)
+        assert f"<td>{units.milliseconds(worst['exposed'])}</td>" in page
 
 
 def test_lanes_of_a_timeline() -> None:
@@ -208,10 +207,10 @@ def test_lanes_of_a_timeline() -> None:
     timeline = simulate(Dag(nodes))
     compute, group = lanes(timeline, {"1": "dp"})
     assert (compute.label, group.label) == ("compute", "dp")
-    assert [(bar.begin, bar.end, KINDS[bar.kind]) for bar in compute.bars] == [
+    assert [(bar.begin, bar.end, bar.kind) for bar in compute.bars] == [
         (0.0, 1.0, "local"), (1.0, 2.0, "local"), (2.0, 5.0, "waited")
     ]  # fmt: skip
-    assert [(bar.begin, bar.end, KINDS[bar.kind]) for bar in group.bars] == [
+    assert [(bar.begin, bar.end, bar.kind) for bar in group.bars] == [
         (1.0, 5.0, "exchange"), (2.0, 5.0, "waited")
     ]  # fmt: skip
     assert compute.bars[2].name == "waits for s (dp)"
@@ -222,13 +221,13 @@ def test_lanes_of_a_timeline() -> None:
 
 def test_thin_bars_are_drawn_together() -> None:
     """Ten thousand bars of a hundredth of a pixel become a hundred or so, and none is left out."""
-    bars = tuple(Bar(i * 0.01, (i + 1) * 0.01, 0, f"n{i}") for i in range(10_000))
+    bars = tuple(Bar(i * 0.01, (i + 1) * 0.01, "local", f"n{i}") for i in range(10_000))
     drawn = merged(bars, 1.0)
     assert 40 < len(drawn) < 120 and sum(count for _, count in drawn) == len(bars)
     assert drawn[0][0].begin == 0.0 and drawn[-1][0].end == pytest.approx(100.0)
-    apart = tuple(Bar(10.0 * i, 10.0 * i + 0.5, 0, f"n{i}") for i in range(5))
+    apart = tuple(Bar(10.0 * i, 10.0 * i + 0.5, "local", f"n{i}") for i in range(5))
     assert [count for _, count in merged(apart, 1.0)] == [1] * 5
-    thick = tuple(Bar(2.0 * i, 2.0 * i + 2.0, 0, f"n{i}") for i in range(5))
+    thick = tuple(Bar(2.0 * i, 2.0 * i + 2.0, "local", f"n{i}") for i in range(5))
     assert [bar for bar, _ in merged(thick, 1.0)] == list(thick)
 
 
@@ -239,14 +238,14 @@ def test_thin_bars_are_drawn_together() -> None:
 @pytest.mark.parametrize("exchange", ["needed", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path) -> None:
     result = run(*SMALL, "--layers", 1, "--cp", 2, "--exchange", exchange, "--json", tmp_path / "o.json", "--no-bucket")
-    assert result.exit_code == 0, result.output
+    assert result.status == 0, result.said
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["groups"]["cp (K/V)"] == [0, 2]
     for graph in found["graphs"].values():
         of_cp = [one for one in graph["collectives"] if one["group"] == "cp (K/V)"]
         assert len(of_cp) == 1  # of one layer
         assert sum(one["exposed"] for one in of_cp) < sum(one["ms"] for one in of_cp)
-    assert "cp (K/V)" in result.output
+    assert "cp (K/V)" in result.out
 
 
 # ---------------------------------------------------------------- measured costs
@@ -270,7 +269,7 @@ def test_costs_are_measured_once(tmp_path: Path) -> None:
     for name in ("first", "second"):
         flags = ["--measurements", tmp_path / "ms.json", "--json", tmp_path / name]
         result = run("overlap", *given, *flags)
-        assert result.exit_code == 0, result.output
+        assert result.status == 0, result.said
         graph = json.loads((tmp_path / name).read_text())["graphs"]["forward"]
         (kinds, now) = re.findall(r"(\d+) kinds of operators measured on this cpu, (\d+) of them now", graph["note"])[0]
         results.append((int(kinds), int(now), graph["before"]["makespan"]))
@@ -285,7 +284,7 @@ def test_costs_are_measured_once(tmp_path: Path) -> None:
 def test_saved_graphs_are_the_same(written: tuple[Path, str], figures: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = written
     result = run("overlap", "--trust", "--load", folder / "o.save", "--json", tmp_path / "again.json")
-    assert result.exit_code == 0, result.output
+    assert result.status == 0, result.said
     again = json.loads((tmp_path / "again.json").read_text())
     assert again["groups"] == figures["groups"]
 
@@ -345,13 +344,13 @@ def test_a_program_of_torch_export(tmp_path: Path) -> None:
         program = torch.export.export(Gathered(), (torch.randn(16, 16),)).run_decompositions()
         torch.export.save(program, tmp_path / "m.pt2")
     unknown = run("overlap", "--trust", "--load", tmp_path / "m.pt2")
-    assert unknown.exit_code == 2
-    assert "no process group '0' here" in unknown.stderr and "--group NAME=RANKS" in unknown.stderr
+    assert unknown.status == 2
+    assert "no process group '0' here" in unknown.err and "--group NAME=RANKS" in unknown.err
     known = run(
         "overlap", "--trust", "--load", tmp_path / "m.pt2", "--group", "0=0,1", "--torch", "--json", tmp_path / "o.json"
     )
-    assert known.exit_code == 0, known.output
-    assert ("cannot run here" in known.output) is not COMPILES
+    assert known.status == 0, known.said
+    assert ("cannot run here" in known.out) is not COMPILES
     (one,) = json.loads((tmp_path / "o.json").read_text())["graphs"]["graph"]["collectives"]
     assert (one["operator"], one["group"], one["num_bytes"]) == ("all_gather_into_tensor", "0", 2 * 16 * 16 * 4)
 
@@ -366,11 +365,11 @@ def test_sizes_that_a_program_leaves_open(tmp_path: Path) -> None:
     for size in (64, 128):
         flags = ["--group", "0=0-1", "--dynamic-size", size, "--json", tmp_path / "o.json"]
         result = run("overlap", "--trust", "--load", tmp_path / "m.pt2", *flags)
-        assert result.exit_code == 0, result.output
+        assert result.status == 0, result.said
         (one,) = json.loads((tmp_path / "o.json").read_text())["graphs"]["graph"]["collectives"]
         assert one["num_bytes"] == 2 * size * 16 * 4
     none = run("overlap", "--trust", "--load", tmp_path / "m.pt2", "--group", "0=0-1", "--dynamic-size", 0)
-    assert none.exit_code == 2 and "--dynamic-size must be at least 1, got 0" in none.stderr
+    assert none.status == 2 and "--dynamic-size must be at least 1, got 0" in none.err
 
 
 class Planted:
@@ -386,12 +385,12 @@ def test_a_file_runs_code_only_if_it_is_trusted(tmp_path: Path) -> None:
     head = {"torch": "2", "graphs": [{"name": "g", "bytes": len(planted)}], "ranks": {}, "labels": {}}
     (tmp_path / "g").write_bytes(b"spanwise graphs 1\n" + json.dumps(head).encode() + b"\n" + planted)
     result = run("overlap", "--load", tmp_path / "g")
-    assert result.exit_code == 2 and "may run code as it is read: add --trust" in result.stderr
+    assert result.status == 2 and "may run code as it is read: add --trust" in result.err
     assert not (tmp_path / "was-run").exists()
-    run("overlap", "--load", tmp_path / "g", "--trust")
+    with pytest.raises(AttributeError):  # of what the file made, which is no graph
+        run("overlap", "--load", tmp_path / "g", "--trust")
     assert (tmp_path / "was-run").exists()
-    shown = " ".join(run("overlap", "--help").output.replace("│", " ").split())
-    assert "may run code" in shown
+    assert "may run code" in run("overlap", "--help").said
 
 
 def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: Path) -> None:
@@ -408,8 +407,8 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
         with pytest.raises(ValueError, match=text):
             load_graphs(tmp_path / name)
         result = run("overlap", "--trust", "--load", tmp_path / name)
-        assert result.exit_code == 2 and text in result.stderr
-    assert "cannot read --load" in run("overlap", "--trust", "--load", tmp_path / "absent").stderr
+        assert result.status == 2 and text in result.err
+    assert "cannot read --load" in run("overlap", "--trust", "--load", tmp_path / "absent").err
     with pytest.raises(ValueError, match="no graph to save"):
         save_graphs(tmp_path / "g", {})
 
@@ -424,10 +423,7 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
         (["--dp", 3], "must be a multiple of"),
         (["--layers", 0], "--layers must be between 1 and 256, got 0"),
         (["--vocab", -1], "--vocab must be 0, for layers alone, or more, got -1"),
-        (["--device", "tpu"], 'device must be "cuda" or "cpu", got \'tpu\''),
-        (["--exchange", "ring", "--cp", 2], "--exchange must be needed or all_gather, got 'ring'"),
         (["--hardware", "abacus"], "cannot read --hardware 'abacus'"),
-        (["--costs", "guessed"], "--costs must be roofline or measured, got 'guessed'"),
         (["--measurements", "ms.json"], "--measurements ms.json is a file for --costs measured"),
         (["--group", "dp"], "--group takes NAME=RANKS such as 1=0-7"),
         (["--group", "1=0-3"], "--group 1=0-3 is for groups of --load"),
@@ -439,8 +435,8 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
 def test_options_that_are_none(arguments: list[object], text: str) -> None:
     base = ["overlap"] if "--load" in arguments else SMALL
     result = run(*base, *arguments)
-    assert result.exit_code == 2 and text in result.stderr
-    assert "Traceback" not in result.output
+    assert result.status == 2 and text in result.err
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(
@@ -459,14 +455,14 @@ def test_options_that_are_none(arguments: list[object], text: str) -> None:
 )
 def test_options_that_a_graph_does_not_allow(arguments: list[object], text: str, written: tuple[Path, str]) -> None:
     result = run("overlap", "--trust", "--load", written[0] / "o.save", *arguments)
-    assert result.exit_code == 2 and text in result.stderr
+    assert result.status == 2 and text in result.err
 
 
 def test_budget_and_buckets(written: tuple[Path, str], tmp_path: Path, figures: dict[str, Any]) -> None:
     peak = figures["graphs"]["backward"]["before"]["peak_bytes"]
     given = ["--trust", "--load", written[0] / "o.save", "--graph", "backward", "--budget", peak, "--no-bucket"]
     result = run("overlap", *given, "--json", tmp_path / "o.json")
-    assert result.exit_code == 0, result.output
+    assert result.status == 0, result.said
     found = json.loads((tmp_path / "o.json").read_text())["graphs"]["backward"]
     assert found["after"]["peak_bytes"] <= found["budget_bytes"] == peak
     assert found["after"]["launches"] == found["before"]["launches"]
@@ -487,7 +483,7 @@ def test_other_ranks_for_a_group(written: tuple[Path, str], tmp_path: Path, figu
         tmp_path / "o.json",
     ]
     result = run("overlap", *given)
-    assert result.exit_code == 0, result.output
+    assert result.status == 0, result.said
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["groups"]["dp"] == [0, 8]
     assert found["graphs"]["forward"]["before"]["makespan"] > 1.2 * figures["graphs"]["forward"]["before"]["makespan"]
@@ -502,8 +498,8 @@ def test_groups_by_ranks() -> None:
             parse_groups([wrong])
 
 
-def test_the_command_line_of_options() -> None:
-    options = OverlapOptions(dp=4, bucket=False, torch=True, group=("a=0-1", "b=0"), html="x.html")
-    assert options.command() == "spanwise overlap --dp 4 --group a=0-1 --group b=0 --no-bucket --torch"
+def test_ranks_are_written_as_they_are_read() -> None:
+    for ranks in ((0, 1, 2, 3), (0, 8), tuple(range(0, 64, 8)), (5,), (1, 2, 4)):
+        assert parse_groups([f"g={list_ranks(ranks)}"]) == {"g": ranks}
     names = {field.name for field in dataclasses.fields(OverlapOptions)}
     assert set(overlap_command._MODEL) <= names

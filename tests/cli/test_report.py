@@ -7,20 +7,15 @@ import html
 import itertools
 import re
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
-from spanwise.cli.report import grids, plan_charts, units
-from spanwise.cli.report.partition import STEPS, closer_look, lines, pairs_below
-from spanwise.cli.report.partition_chart import draw_partition
-from spanwise.cli.report.plan_figures import Figures, Source, figures, uncovered
-from spanwise.cli.report.plan_html import render
-from spanwise.cli.report.plan_text import show
-from spanwise.cli.report.svg import RANK_COLORS, WIDTH, Drawing, ticks
+from spanwise.cli.report import lanes, pictures, units
+from spanwise.cli.report.page import Bar, Table
+from spanwise.cli.report.plan_page import Report, rank_table
+from spanwise.cli.report.svg import RANK_COLORS, Drawing, rectangles, ticks
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.grids import compare_grids
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
@@ -29,7 +24,6 @@ MASKS = {
     "documents": SpanMask.documents(DOCUMENTS),
     "causal": SpanMask.causal(4096),
     "window": SpanMask.sliding_window(4096, 300),
-    "bidirectional": SpanMask.documents(DOCUMENTS, causal=False),
     "global tokens": SpanMask.block_causal(4096, 256, num_previous=1, global_tokens=64),
 }
 SVG = "{http://www.w3.org/2000/svg}"
@@ -40,299 +34,188 @@ def plan_of(mask: SpanMask | dict[str, SpanMask], ranks: int = 4, **options: obj
     return make_plan(mask, ranks, **shape)  # type: ignore[arg-type]
 
 
-def figures_of(mask: SpanMask | dict[str, SpanMask], ranks: int = 4, **options: object) -> Figures:
-    return figures(plan_of(mask, ranks, **options), Source("a file", "in order", 0, 1), "spanwise plan")
+# ---------------------------------------------------------------- drawings
 
 
-# ---------------------------------------------------------------- who computes what, drawn
+def cells_of(path: str, count: int) -> np.ndarray:
+    """How often each cell is drawn by a path of rectangles."""
+    drawn = np.zeros((count, count), dtype=int)
+    for x, y, wide, tall in re.findall(r"M(\d+) (\d+)h(\d+)v(\d+)h-\d+z", path):
+        drawn[int(y) : int(y) + int(tall), int(x) : int(x) + int(wide)] += 1
+    return drawn
 
 
-def test_pairs_below_counts_cells() -> None:
-    dense = MASKS["global tokens"].select([[100, 900]], [[0, 4096]]).dense()[0]
-    mask = MASKS["global tokens"]
-    keys = np.array([0, 1, 63, 64, 257, 900, 4096])
-    counts = pairs_below(mask.start[0][:, 100:900], mask.end[0][:, 100:900], keys)
-    assert counts.tolist() == [int(dense[:, :key].sum()) for key in keys]
+def test_rectangles_cover_the_cells_once() -> None:
+    cells = np.random.default_rng(0).random((40, 40)) < 0.6
+    np.testing.assert_array_equal(cells_of(rectangles(cells), 40), cells)
+    assert rectangles(np.zeros((3, 3), bool)) == ""
 
 
 @pytest.mark.parametrize("balancer", ["head_tail", "lpt", "local"])
 @pytest.mark.parametrize("name", MASKS)
-def test_a_line_a_row_is_the_mask_itself(name: str, balancer: str) -> None:
-    small = MASKS[name].select([[600, 840]], [[600, 840]])
-    layout = plan_of(small, 3, balancer=balancer, block_size=8).layout
-    drawn = np.zeros((240, 240), dtype=int)  # 0 nothing, 1 received, 2 own
-    for row, line in enumerate(lines(small, layout, 240)):
-        assert np.isin(row, layout.indices(line.rank))
-        for piece in line.pieces:
-            assert piece.height == STEPS
-            drawn[row, piece.start : piece.stop] = 2 if piece.is_local else 1
-    expected = small.dense()[0].astype(int)
+def test_the_picture_is_the_mask(name: str, balancer: str) -> None:
+    """Each cell is drawn once, in the colour of the rank that computes it, paler where the rank receives the key."""
+    plan = plan_of(MASKS[name].select([[600, 840]], [[600, 840]]), 3, balancer=balancer, block_size=8)
+    root = ET.fromstring(str(pictures.draw_mask("0", plan, "default", (0, 240))))
+    drawn = np.zeros((240, 240), dtype=int)
+    for path in root.iter(f"{SVG}path"):
+        kind, color = path.get("class", "").split()
+        if path.get("transform", "").startswith("translate(64 18)"):  # not the strips
+            drawn += cells_of(path.get("d", ""), 240) * (2 + 2 * int(color[1:]) + (kind == "own"))
+    expected = np.zeros((240, 240), dtype=int)
     for rank in range(3):
-        own = layout.indices(rank)
-        expected[np.ix_(own, own)] *= 2
-    np.testing.assert_array_equal(drawn, expected)
+        own = plan.layout.indices(rank)
+        expected[own] = 2 + 2 * rank
+        expected[np.ix_(own, own)] += 1
+    np.testing.assert_array_equal(drawn, expected * plan.mask().dense()[0])
 
 
-@pytest.mark.parametrize("balancer", ["contiguous", "lpt", "local"])
-@pytest.mark.parametrize("name", MASKS)
-def test_areas_are_the_work_where_a_line_has_one_owner(name: str, balancer: str) -> None:
-    plan = plan_of(MASKS[name], 4, balancer=balancer, exchange="needed")
-    cell = 32.0**2
-    drawn, local = np.zeros((2, 4))
-    for line in lines(plan.mask(), plan.layout, 128):
-        drawn[line.rank] += line.area() * cell
-        local[line.rank] += line.area(local_only=True) * cell
-    # Rounding is carried on, so that a rank misses less than a cell; where the last cells are whole, a little more.
-    assert np.abs(drawn - plan.work()).max() < 2 * cell
-    assert np.abs(local - plan.local_work()).max() < 4 * cell
+def test_a_closer_look_shows_a_few_documents() -> None:
+    lengths = [256] * 200
+    mask = SpanMask.documents(np.append(0, np.cumsum(lengths)))
+    window = pictures.closer_window(mask)
+    assert window is not None and 3 * 256 <= window[1] - window[0] <= 6 * 256 and window[1] < mask.q_len
+    drawing = str(pictures.draw_mask("0", plan_of(mask), "default", window))
+    assert f"Query rows {window[0]:,} to {window[1]:,}" in drawing
+    assert pictures.closer_window(SpanMask.causal(4096)) is None and pictures.closer_window(SpanMask.causal(1)) is None
 
 
-@pytest.mark.parametrize("count", [17, 100])
-@pytest.mark.parametrize("name", MASKS)
-def test_areas_follow_the_work_where_lines_have_several_owners(name: str, count: int) -> None:
-    plan = plan_of(MASKS[name], 4, balancer="lpt", block_size=8)
-    drawn = lines(plan.mask(), plan.layout, count)
-    cell = (4096 / count) ** 2
-    areas = np.zeros(4)
-    for line in drawn:
-        areas[line.rank] += line.area() * cell
-    largest = max(line.area() for line in drawn) * cell
-    assert np.abs(areas - plan.work()).max() < 2 * largest + cell
-    assert abs(areas.sum() - plan.work().sum()) < 2 * largest + cell
+def test_traffic_is_drawn_by_its_amount() -> None:
+    traffic = np.zeros((20, 20), dtype=np.int64)
+    traffic[2, 5], traffic[7, 1], traffic[0, 19] = 1200, 600, 1
+    drawn = np.zeros((20, 20))
+    for path in ET.fromstring(str(pictures.draw_traffic("0", traffic))).iter(f"{SVG}path"):
+        drawn += cells_of(path.get("d", ""), 20) * float(path.get("fill-opacity", "nan"))
+    np.testing.assert_allclose(drawn, np.ceil(traffic / 1200 * 12) / 12, atol=1e-3)
+    few = str(pictures.draw_traffic("0", traffic[:8, :8]))
+    assert ">1.20 k</text>" in few and ">600</text>" in few
 
 
-def test_drawn_paths_hold_the_areas() -> None:
-    plan = plan_of(MASKS["documents"], 4, balancer="local")
-    whole, _ = draw_partition("default", plan.mask(), plan.layout, range(4))
-    areas = np.zeros((4, 2))
-    for path in ET.fromstring(str(whole)).iter(f"{SVG}path"):
-        kind, data = path.get("class", ""), path.get("d", "")
-        found = re.search(r"k(\d+)", kind)
-        assert found
-        width = float(path.get("stroke-width", 1))
-        areas[int(found[1]), int("own" in kind)] += width * sum(float(h) for h in re.findall(r"h([\d.]+)", data))
-    counted = np.zeros((4, 2))
-    for line in lines(plan.mask(), plan.layout, 360):
-        counted[line.rank] += line.area() - line.area(local_only=True), line.area(local_only=True)
-    np.testing.assert_allclose(areas, counted)
-    areas *= (4096 / 360) ** 2
-    work, own = plan.work(), plan.local_work()
-    assert np.abs(areas.sum(axis=1) - work).max() < 0.04 * work.mean()
-    assert np.abs(areas[:, 1] - own).max() < 0.04 * work.mean()
+def test_timeline_is_to_scale_and_marks_waits() -> None:
+    hardware = plan_of(MASKS["causal"]).hardware
+    slow = dataclasses.replace(hardware, links=(dataclasses.replace(hardware.links[-1], bandwidth=1e9),))
+    plan = plan_of(MASKS["causal"], exchange="needed", hardware=slow)
+    root = ET.fromstring(str(pictures.draw_timeline("0", plan, "default")))
+    labels = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "small"]
+    assert labels == ["rank 0", None, "rank 1", None, "rank 2", None, "rank 3", None]
+    rects = list(root.iter(f"{SVG}rect"))
+    timeline = plan.timeline()
+    scale = (lanes.WIDTH - lanes.LEFT - lanes.RIGHT) / timeline.seconds
+    for rank in range(4):
+        mine = [rect for rect in rects if int(float(rect.get("y", 0))) // 16 == 2 * rank]
+        width = {kind: 0.0 for kind in ("local", "remote", "copy", "waited")}
+        for rect in mine:
+            width[rect.get("class", "").split()[1]] += float(rect.get("width", 0)) / scale
+        found = [one for one in timeline.intervals if one.rank == rank and one.stream == "compute"]
+        own = sum(one.end - one.start for one in found if "local" in one.name)
+        assert width["local"] == pytest.approx(own, abs=1 / scale)
+        busy = sum(one.end - one.start for one in found)
+        assert sum(width.values()) - width["waited"] == pytest.approx(busy, abs=4 / scale)
+        assert sum(width.values()) == pytest.approx(max(one.end for one in found), abs=4 / scale)
 
 
-def test_a_closer_look_is_taken_where_documents_are_short_and_keys_received() -> None:
-    lengths = [64] * 100 + [1000] + [64] * 400
-    mask = SpanMask.documents(np.concatenate(([0], np.cumsum(lengths))))
-    owner = np.arange(len(np.arange(0, mask.q_len, 8))) * 8 >= 6400 + 500  # the long document is cut in its middle
-    from spanwise.layouts.layout import Layout
-
-    layout = Layout.from_owners(owner.astype(int), 2, mask.q_len, 8)
-    window = closer_look(mask, layout, lines(mask, layout, 360))
-    assert window is not None
-    assert window[0] <= 6900 < 7400 <= window[1] and window[1] - window[0] < mask.q_len / 3
-    shown = lines(mask, layout, 200, window)
-    area = sum(line.area() for line in shown) * ((window[1] - window[0]) / 200) ** 2
-    inside = mask.select([window], [window]).area().sum()
-    assert area == pytest.approx(inside, rel=0.02)
-    causal = SpanMask.causal(mask.q_len)
-    assert closer_look(causal, layout, lines(causal, layout, 360)) is None
+def test_ranks_are_sampled_from_the_busiest_to_the_idlest() -> None:
+    values = np.arange(100) % 37
+    shown = pictures.sample_ranks(values, 16)
+    assert len(shown) == 16 and shown == sorted(set(shown))
+    assert {36, 0} <= set(values[shown].tolist()) and pictures.sample_ranks(values[:5], 16) == [0, 1, 2, 3, 4]
 
 
-# ---------------------------------------------------------------- the page
+# ---------------------------------------------------------------- tables and pages
 
 
-class Page(HTMLParser):
-    """What a page names, shows and could load."""
+def test_a_table_is_aligned() -> None:
+    table = Table("t", ("name", "bar", "n"), [("a", Bar(0.5, 1.0), "1"), ("longer", Bar(0, 0.25), "22")], 1, "note", 2)
+    bars = "█" * 14 + "▒" * 14, "▒" * 7
+    assert str(table).splitlines() == [
+        "t", f"  name    bar{' ' * 25}   n", f"  a       {bars[0]}   1", f"→ longer  {bars[1]:28}  22", "note",
+    ]  # fmt: skip
 
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.values: list[float] = []
-        self.tips: list[str] = []
-        self.text = text
-        self._in_title = False
-        self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._in_title = tag == "title"
-        if tag == "data":
-            self.values.append(float(dict(attrs)["value"] or "nan"))
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_title = False
-
-    def handle_data(self, data: str) -> None:
-        if self._in_title:
-            self.tips.append(data)
+def test_the_table_of_ranks() -> None:
+    plan = plan_of(MASKS["documents"], exchange="needed")
+    table = rank_table(plan, "default")
+    work, local = plan.work(), plan.local_work()
+    assert [row[0] for row in table.rows] == ["0", "1", "2", "3"]
+    for rank, row in enumerate(table.rows):
+        assert row[1] == Bar(local[rank] / work.max(), work[rank] / work.max())
+        assert row[2:] == (
+            units.pairs(work[rank]), f"{local[rank] / work[rank]:.0%}", f"{plan.recv_tokens()[rank]:,}",
+            units.num_bytes(plan.recv_bytes()[rank]), f"{plan.traffic().sum(axis=0)[rank]:,}",
+        )  # fmt: skip
+    assert "16 of 40 ranks" in rank_table(plan_of(MASKS["documents"], 40), "default").note
 
 
 TWO = {"window": MASKS["window"] & MASKS["documents"], "whole": MASKS["documents"]}
 OPTIONS = {"weights": {"window": 3, "whole": 2}, "cu_seqlens": DOCUMENTS, "exchange": "needed"}
+POLICY = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
 
 
 @pytest.fixture(scope="module")
-def two() -> Figures:
-    return figures_of(TWO, **OPTIONS)
+def two() -> tuple[Plan, str]:
+    plan = plan_of(TWO, **OPTIONS)
+    return plan, Report(plan, "a file", "spanwise plan").html()
 
 
-@pytest.fixture(scope="module")
-def page(two: Figures) -> Page:
-    return Page(render(two))
+def test_page_loads_nothing_and_runs_nothing(two: tuple[Plan, str]) -> None:
+    _, text = two
+    assert POLICY in text and not re.search(r"<(script|link|img|iframe|object|embed|base)|\b(src|href)=", text)
+    assert "url(" not in text and "@import" not in text
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_page_loads_nothing(page: Page) -> None:
-    for tag, attributes in page.tags:
-        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
-        assert not {"src", "href", "xlink:href", "srcset", "action", "data"} & attributes.keys(), (tag, attributes)
-    assert "url(" not in page.text and "@import" not in page.text
-    assert set(re.findall(r"https?://[^\s\"'<]+", page.text)) <= {"http://www.w3.org/2000/svg"}
-    assert ("meta", "Content-Security-Policy") in [(tag, a.get("http-equiv")) for tag, a in page.tags]
-    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv"))
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
-
-def test_page_says_the_plans_numbers(two: Figures, page: Page) -> None:
-    plan = two.plan
+def test_page_shows_the_plans_numbers(two: tuple[Plan, str]) -> None:
+    plan, text = two
+    shown = html.unescape(re.sub(r"<[^>]*>", " ", text))
     for name in plan.masks:
-        for value in (plan.imbalance(name), plan.recv_tokens(name).mean(), plan.recv_bytes(name).max()):
-            assert float(value) in page.values
-        for rank, (work, own) in enumerate(zip(plan.work(name), plan.local_work(name), strict=True)):
-            tip = f"rank {rank}: {work:,} pairs, {own:,} on its own keys, {work - own:,} on received ones"
-            assert tip in page.tips
-        traffic = plan.traffic(name)
-        for receiver, sender in itertools.product(range(4), range(4)):
-            tip = f"rank {receiver} receives {traffic[receiver, sender]:,} tokens from rank {sender}"
-            assert (tip in page.tips) == (traffic[receiver, sender] > 0)
-    assert set(plan.predict().values()) <= {*page.values, 0.0}
-    assert {candidate.seconds["total"] for candidate in plan.candidates} <= set(page.values)
-    assert plan.candidates and plan.fingerprint in page.text
+        title = f"{units.pairs(plan.work(name).sum())} pairs, imbalance {plan.imbalance(name):.3f}"
+        assert title in shown and f"Mask “{name}”" in shown
+        assert all(f"{tokens:,}" in shown for tokens in plan.recv_tokens(name))
+    for candidate in plan.candidates:
+        assert units.seconds(candidate.seconds["total"]) in shown
+    assert plan.candidates and plan.fingerprint in shown and plan.reason in shown and "Documents" in shown
+    assert units.seconds(plan.predict()["total"]) in shown
+    rows = re.findall(r'<td class="left">([\d,]+ to [\d,]+)</td><td>(\d+)</td>', text)
+    assert rows == [("32 to 63", "2"), ("64 to 127", "0"), ("128 to 255", "0"), ("256 to 511", "0"),
+                    ("512 to 1,023", "1"), ("1,024 to 2,047", "2")]  # fmt: skip
 
 
-def test_every_drawing_has_a_title_and_a_description(two: Figures, page: Page) -> None:
-    drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(drawings) >= 2 * 5 + 1
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    for attributes in drawings:
-        assert attributes["role"] == "img"
-        assert set((attributes["aria-labelledby"] or "").split()) <= set(ids)
+def test_every_drawing_has_a_title_and_a_description(two: tuple[Plan, str]) -> None:
+    drawings = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", two[1], re.S)]
+    assert len(drawings) == 2 * 3
+    ids = re.findall(r'\bid="([^"]*)"', two[1])
+    assert len(ids) == len(set(ids)) == 2 * len(drawings)
+    for drawing in drawings:
+        assert drawing.get("role") == "img" and set(drawing.get("aria-labelledby", "").split()) <= set(ids)
 
 
 HOSTILE = 'x"><script>alert(1)</script> '
 
 
-def test_page_escapes_what_others_wrote() -> None:
+def test_page_and_text_show_what_others_wrote() -> None:
     hardware = dataclasses.replace(plan_of(MASKS["causal"]).hardware, name=f"{HOSTILE}hardware")
-    masks = {f"{HOSTILE}mask": MASKS["causal"], "local layers": MASKS["window"]}
+    masks = {f"{HOSTILE}mask": MASKS["causal"], "my [/cluster] [red]": MASKS["window"]}
     plan = plan_of(masks, hardware=hardware).replace(reason=f"{HOSTILE}reason", balancer=f"{HOSTILE}balancer")
-    source = Source(f"{HOSTILE}file", f"{HOSTILE}packing", 0, 1)
-    notes = dict.fromkeys(masks, f"{HOSTILE}note")
-    text = render(figures(plan, source, f"{HOSTILE}command", notes=notes))
-    assert "<script>alert" not in text
-    page = Page(text)
-    assert page.tags.count(("script", {})) == 1
-    shown = html.unescape(text)
-    for what in ("hardware", "mask", "reason", "balancer", "file", "packing", "note", "command"):
-        assert HOSTILE[1:] + what in shown  # the first letter of a note becomes a capital
-    drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) == len(set(ids)) and len(drawings) >= 2 * 5
-    for attributes in drawings:
-        named = (attributes["aria-labelledby"] or "").split()
-        assert len(named) == 2 and set(named) <= set(ids)
-
-
-def test_a_drawing_escapes_its_name() -> None:
+    report = Report(plan, f"{HOSTILE}file", f"{HOSTILE}command")
+    text = report.html()
+    assert "<script" not in text
+    for what in ("hardware", "mask", "reason", "balancer", "file", "command"):
+        assert HOSTILE + what in html.unescape(text) and HOSTILE + what in report.text().replace("\\'", "'")
+    assert "my [/cluster] [red]" in report.text()
     drawing = Drawing(HOSTILE.strip(), "title", "description", 10, 10)
     assert ET.fromstring(str(drawing))[0].get("id") == f"{HOSTILE.strip()}-title"
 
 
-def test_terminal_shows_what_others_wrote(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("my [/cluster]", "a[red]b", ":x: c")
-    plan = plan_of({names[0]: MASKS["causal"], names[1]: MASKS["window"]}).replace(reason=f"why {names[1]}")
-    plan = plan.replace(hardware=dataclasses.replace(plan.hardware, name=names[2]))
-    show(figures(plan, Source(f"file {names[0]}", "in order", 0, 1), "spanwise plan"))
-    printed = capsys.readouterr().out
-    for text in (f"Mask {names[0]!r}, ", f"Mask {names[1]!r}, ", f"why: why {names[1]}\n", f"on {names[2]}\n"):
-        assert text in printed
-    assert f"from file {names[0]}: in order\n" in printed
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 40, 100])
+@pytest.mark.parametrize("ranks", [1, 2, 100])
 def test_any_number_of_ranks_is_drawn(ranks: int) -> None:
-    result = figures_of(MASKS["documents"], ranks, balancer="local", exchange="needed", cu_seqlens=DOCUMENTS)
-    text = render(result)
-    root = ET.fromstring(re.findall(r'<svg role="img" aria-labelledby="work-0.*?</svg>', text, re.DOTALL)[0])
-    assert len({tip.text for tip in root.iter(f"{SVG}title")}) == ranks + 1
-    bars = root.findall(f"{SVG}rect")
-    heights = np.array([float(bar.get("height", "nan")) for bar in bars]).reshape(ranks, 2)
-    np.testing.assert_allclose(heights.sum(axis=1) / 150, result.plan.work() / result.plan.work().max(), atol=2e-4)
-    assert len(text) < 1_000_000
+    plan = plan_of(MASKS["documents"], ranks, balancer="local", exchange="needed", cu_seqlens=DOCUMENTS)
+    text = Report(plan, "a file", "spanwise plan").html()
+    assert len(text) < 500_000 and f"on {ranks} ranks" in text
 
 
-def test_timeline_is_to_scale_and_marks_waits() -> None:
-    slow = dataclasses.replace(plan_of(MASKS["causal"]).hardware, links=(plan_of(MASKS["causal"]).hardware.links[-1],))
-    slow = dataclasses.replace(slow, links=(dataclasses.replace(slow.links[0], bandwidth=1e9),))
-    result = figures_of(MASKS["causal"], exchange="needed", hardware=slow)
-    mask = result.masks[0]
-    assert mask.exposed.max() > 0
-    drawing = plan_charts.timeline("default", mask, result.plan.timeline().forward.seconds)
-    rects = list(ET.fromstring(str(drawing)).iter(f"{SVG}rect"))
-    scale = (WIDTH - 80) / mask.end
-    for rank in range(4):
-        mine = [rect for rect in rects if f"k{rank}" in (rect.get("class") or "").split()]
-        for kind, seconds in (
-            ({"local", "remote", "copy"}, mask.compute[rank]),
-            ({"exchange"}, mask.exchange[rank]),
-            ({"exposed"}, mask.exposed[rank]),
-        ):
-            width = sum(float(r.get("width", 0)) for r in mine if set((r.get("class") or "").split()) & kind)
-            assert width == pytest.approx(seconds * scale, abs=0.1)
-    # Of the busiest rank, all that is not compute is waiting for an exchange: what predict() calls exposed.
-    parts = result.plan.predict()
-    busiest = int(np.argmax(mask.compute))
-    assert mask.end == pytest.approx(parts["total"])
-    assert mask.exposed[busiest] <= parts["exposed_forward"] + parts["exposed_backward"] + 1e-12
-
-
-def test_bars_of_grids_end_at_three_times_one_plan() -> None:
-    lengths = [30_000, *[100] * 20]
-    compared = compare_grids(lengths, 8, linear_flops=1e6, num_q_heads=8, num_kv_heads=4, head_dim=64)
-    root = ET.fromstring(str(grids.draw(compared)))
-    bars = [bar for bar in root.iter(f"{SVG}rect")]
-    tall = {bar.get("class"): [] for bar in bars}
-    for bar in bars:
-        tall[bar.get("class")].append(float(bar.get("height", "nan")))
-    assert compared[-1].seconds > 3 * compared[0].seconds
-    assert max(tall["local"]) == 40 and 10 < tall["local"][0] < 40 / 3 + 0.01  # of one plan: at most a third
-
-
-def test_traffic_between_hosts_is_told() -> None:
-    hardware = plan_of(MASKS["causal"]).hardware
-    hardware = dataclasses.replace(
-        hardware, links=(dataclasses.replace(hardware.links[0], ranks=2), hardware.links[-1])
-    )
-    result = figures_of(MASKS["documents"], 4, hardware=hardware, exchange="needed", balancer="lpt")
-    traffic = result.plan.traffic()
-    crossing = traffic[:2, 2:].sum() + traffic[2:, :2].sum()
-    text = render(result)
-    assert f"{100 * crossing / traffic.sum():.1f}% of them leave groups of 2 ranks" in text
-    drawing = re.findall(r'<svg role="img" aria-labelledby="traffic-0.*?</svg>', text, re.DOTALL)[0]
-    assert len(ET.fromstring(drawing).findall(f"{SVG}line")) == 2
-
-
-def test_uncovered() -> None:
-    cover = np.array([[1.0, 2.0], [3.0, 5.0]])
-    assert uncovered(np.array([[0.0, 4.0], [4.5, 6.0]]), cover) == [(0, 1), (2, 3), (5, 6)]
-    assert uncovered(np.array([[1.2, 1.8]]), cover) == []
-    assert uncovered(np.array([[0.0, 1.0]]), np.empty((0, 2))) == [(0, 1)]
-
-
-def test_figures_refuse_batches() -> None:
+def test_reports_refuse_batches() -> None:
     with pytest.raises(ValueError, match="one sequence, and the plan has 2 batch rows"):
-        figures_of(SpanMask.stack([MASKS["causal"], MASKS["documents"]]))
+        Report(plan_of(SpanMask.stack([MASKS["causal"], MASKS["documents"]])), "a file", "spanwise plan")
 
 
 # ---------------------------------------------------------------- colours, units
@@ -348,23 +231,12 @@ _SIGHT = {
 }
 
 
-def test_neighbours_have_different_colors_where_there_are_enough() -> None:
-    assert plan_charts.colors_of(plan_of(MASKS["causal"], 8, balancer="lpt").layout) == tuple(range(8))
-    layout = plan_of(MASKS["causal"], 32, balancer="head_tail").layout
-    colors = plan_charts.colors_of(layout)
-    owners = layout.pieces()[np.argsort(layout.pieces()[:, 1]), 0].tolist()
-    assert len(set(colors)) == len(RANK_COLORS) and len(colors) == 32
-    assert all(a == b or colors[a] != colors[b] for a, b in itertools.pairwise(owners))
-
-
 @pytest.mark.parametrize("sight", _SIGHT)
 def test_colors_of_ranks_differ_for_everyone(sight: str) -> None:
     srgb = np.array([[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in RANK_COLORS])
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(linear @ _SIGHT[sight].T, 0, 1)
-    lab = np.cbrt(seen @ _LMS.T) @ _OKLAB.T
-    distance = np.linalg.norm(lab[:, None] - lab, axis=-1) + 9 * np.eye(len(lab))
-    assert distance.min() >= 0.14
+    lab = np.cbrt(np.clip(linear @ _SIGHT[sight].T, 0, 1) @ _LMS.T) @ _OKLAB.T
+    assert all(np.linalg.norm(a - b) >= 0.14 for a, b in itertools.combinations(lab, 2))
 
 
 def test_units() -> None:
@@ -373,5 +245,5 @@ def test_units() -> None:
     ]  # fmt: skip
     assert [units.num_bytes(x) for x in (0, 512, 999.6, 41_230_000)] == ["0 B", "512 B", "1.00 kB", "41.2 MB"]
     assert [units.pairs(x) for x in (7, 12_053, 1_070_000_000)] == ["7", "12.1 k", "1.07 G"]
-    assert ticks(131_072, 8) == [0, 20_000, 40_000, 60_000, 80_000, 100_000, 120_000]
-    assert ticks(0, 8) == [0]
+    assert [units.times(x) for x in (4, 4.0, 2.5)] == ["4", "4", "2.5"]
+    assert ticks(131_072, 8) == [0, 20_000, 40_000, 60_000, 80_000, 100_000, 120_000] and ticks(0, 8) == [0]

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import spanwise
-from spanwise.cli.app import app
 from spanwise.overlap.fx.files import group_sizes, load_graphs, save_graphs
+from tests.cli.commands import run
 
 SIZES = {"layers": 1, "dim": 64, "heads": 4, "kv-heads": 2, "ffn": 128, "vocab": 0, "seq-len": 64, "cp": 2}
 FLAGS = [f"--{name}={value}" for name, value in {**SIZES, "dp": 1, "tp": 1}.items()]
@@ -24,8 +23,8 @@ FLAGS = [f"--{name}={value}" for name, value in {**SIZES, "dp": 1, "tp": 1}.item
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A graph whose attention is an operator of this package."""
     path = tmp_path_factory.mktemp("graphs") / "cp.pt"
-    result = CliRunner().invoke(app, ["overlap", *FLAGS, "--graph", "forward", "--save", str(path)])
-    assert result.exit_code == 0, result.output
+    result = run("overlap", *FLAGS, "--graph", "forward", "--save", path)
+    assert result.status == 0, result.said
     return path
 
 

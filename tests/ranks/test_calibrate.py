@@ -11,15 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from spanwise.calibrate.fit import AttentionCall, Sample, fit_attention, fit_link
 from spanwise.calibrate.links import SMALLEST
 from spanwise.calibrate.measure import Calibration, measure
 from spanwise.calibrate.ranks import Ranks
-from spanwise.cli.app import app
 from spanwise.cli.calibrate import show
 from spanwise.hardware import COLLECTIVES, CPU_HOST, Hardware
+from tests.cli.commands import run
 from tests.ranks.gloo import GlooPool
 
 # Sizes over two powers of ten, so that noise of a busy machine does not hide what grows with them.
@@ -179,8 +178,8 @@ def test_one_rank_has_no_link(gloo_pool: GlooPool) -> None:
         measure(None, **QUICK)
     with pytest.raises(ValueError, match="a link needs two ranks; got 1 rank"):
         gloo_pool.run(1, one_rank)
-    result = CliRunner().invoke(app, ["calibrate", "--ranks", "1"])
-    assert result.exit_code == 2 and "a link needs two ranks; got ranks=1" in result.stderr
+    result = run("calibrate", "--ranks", 1)
+    assert result.status == 2 and "a link needs two ranks; got 1" in result.err
 
 
 def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

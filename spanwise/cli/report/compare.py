@@ -1,16 +1,23 @@
-"""One sequence on several numbers of ranks, to choose the size of the cp axis (the degree)."""
+"""One sequence on several numbers of ranks, to choose the size of the cp axis (the degree); and on fixed grids."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from spanwise.cli.report import units, wording
+from spanwise.cli.report import units
+from spanwise.cli.report.page import Table
+from spanwise.planning.explain import describe_exchange
+from spanwise.planning.grids import Grid
 from spanwise.planning.plan import Plan
 
 #: Share of linear speed-up that a recommended degree keeps. Below it, use ranks for other sequences.
 KEEP = 0.8
+
+
+def describe_choice(plan: Plan) -> str:
+    """How a plan cuts and moves: "local, exchange needed, chunks 1"."""
+    return f"{plan.balancer}, {describe_exchange(plan)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,20 +25,17 @@ class Degree:
     """One size of the cp axis, with the figures of its plan.
 
     Attributes:
+        choice: the layout and exchange, in words.
         total_seconds: attention of all layers in one step, forward and backward, exposed exchange included.
         exposed_seconds: exchange that no computation hides.
         speedup: against one rank, which exchanges nothing; `efficiency`: `speedup` over `ranks`.
         imbalance: busiest over mean rank, all masks by weight.
         recv_bytes: K and V that the busiest receiver gets in one forward, all layers.
         kv_bytes: K and V of one layer on the fullest rank: its own, and those of others that it keeps.
-        way: the layout and exchange, in words.
     """
 
     ranks: int
-    balancer: str
-    exchange: str
-    stages: int
-    inner: int
+    choice: str
     total_seconds: float
     exposed_seconds: float
     speedup: float
@@ -39,7 +43,6 @@ class Degree:
     imbalance: float
     recv_bytes: int
     kv_bytes: int
-    way: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,8 +53,18 @@ class Comparison:
     best: int
     reason: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def table(self) -> Table:
+        rows = [
+            (
+                str(one.ranks), one.choice, units.seconds(one.total_seconds), units.seconds(one.exposed_seconds),
+                f"{one.speedup:.2f} ×", units.percent(one.efficiency), f"{one.imbalance:.3f}",
+                units.num_bytes(one.recv_bytes), units.num_bytes(one.kv_bytes),
+            )
+            for one in self.degrees
+        ]  # fmt: skip
+        columns = ("ranks", "chosen", "step", "exposed", "speed-up", "efficiency", "imbalance", "received", "K/V held")
+        best = [one.ranks for one in self.degrees].index(self.best)
+        return Table("Ranks compared", columns, rows, best, f"{self.best} ranks: {self.reason}", left=2)
 
 
 def compare(plan_for: Callable[[int], Plan], ranks: Sequence[int]) -> Comparison:
@@ -59,9 +72,8 @@ def compare(plan_for: Callable[[int], Plan], ranks: Sequence[int]) -> Comparison
 
     Recommends the largest degree that keeps `KEEP` of linear speed-up; if none does, the most efficient.
     """
-    single = plan_for(1)
-    alone = single.predict()["total"]
-    degrees = tuple(_degree(single if number == 1 else plan_for(number), alone) for number in ranks)
+    alone = plan_for(1).predict()["total"]
+    degrees = tuple(_degree(plan_for(number), alone) for number in ranks)
     return Comparison(degrees, *_recommend(degrees))
 
 
@@ -70,24 +82,20 @@ def _degree(plan: Plan, alone: float) -> Degree:
     work = sum(plan.weights[name] * plan.work(name) for name in plan.masks)
     assert plan.num_kv_heads and plan.head_dim and plan.v_head_dim
     token = plan.num_kv_heads * (plan.head_dim + plan.v_head_dim) * plan.itemsize
-    kv_bytes = max(int((plan.kv_layout.tokens_per_rank * token + plan.saved_bytes(name)).max()) for name in plan.masks)
     received = sum(plan.weights[name] * plan.recv_bytes(name) for name in plan.masks)
-    total = predicted["total"]
-    speedup = alone / total if total else 1.0
+    speedup = alone / predicted["total"] if predicted["total"] else 1.0
     return Degree(
         ranks=plan.num_ranks,
-        balancer=plan.balancer,
-        exchange=plan.exchange,
-        stages=plan.stages,
-        inner=plan.inner,
-        total_seconds=total,
+        choice=describe_choice(plan),
+        total_seconds=predicted["total"],
         exposed_seconds=predicted["exposed_forward"] + predicted["exposed_backward"],
         speedup=speedup,
         efficiency=speedup / plan.num_ranks,
         imbalance=float(work.max() / work.mean()),  # type: ignore[union-attr]
         recv_bytes=int(received.max()),  # type: ignore[union-attr]
-        kv_bytes=kv_bytes,
-        way=wording.describe_way(plan),
+        kv_bytes=max(
+            int((plan.kv_layout.tokens_per_rank * token + plan.saved_bytes(name)).max()) for name in plan.masks
+        ),
     )
 
 
@@ -96,8 +104,10 @@ def _recommend(degrees: tuple[Degree, ...]) -> tuple[int, str]:
     efficient = [degree for degree in degrees if degree.efficiency >= KEEP]
     if not efficient:
         best = max(degrees, key=lambda degree: (degree.efficiency, -degree.ranks))
-        nearest = f"{best.ranks} ranks come nearest with {units.percent(best.efficiency)}"
-        return best.ranks, f"no degree keeps {least} of linear speed-up; {nearest}"
+        return best.ranks, (
+            f"no degree keeps {least} of linear speed-up; {best.ranks} ranks come nearest with "
+            f"{units.percent(best.efficiency)}"
+        )
     best = efficient[-1]
     reason = f"the most ranks that keep {least} of linear speed-up: "
     reason += f"{best.speedup:.1f} × at {units.percent(best.efficiency)}"
@@ -107,3 +117,35 @@ def _recommend(degrees: tuple[Degree, ...]) -> tuple[int, str]:
     gain = best.total_seconds / after.total_seconds
     change = f"{gain:.2f} × as fast" if gain > 1 else "no faster"
     return best.ranks, f"{reason}; {after.ranks} ranks are {change} at {units.percent(after.efficiency)}"
+
+
+def grid_table(grids: Sequence[Grid]) -> Table:
+    """One plan over all ranks, and fixed dp × cp grids: seconds of the slowest rank, and the most bytes of any."""
+    rows = []
+    for grid in grids:
+        rank = int((grid.attention + grid.linear + grid.exposed).argmax())
+        seconds = (grid.seconds, *(float(part[rank]) for part in (grid.attention, grid.linear, grid.exposed)))
+        most = (float(grid.recv_bytes.max()), float(grid.host_bytes.max()), float(grid.held_bytes))
+        imbalances = (f"{grid.work_imbalance:.2f}", f"{grid.token_imbalance:.2f}")
+        documents = (f"{grid.dp} × {grid.cp}", grid.assignment)
+        rows.append((*documents, *map(units.seconds, seconds), *imbalances, *map(units.num_bytes, most)))
+    columns = ("dp × cp", "documents", "step", "attention", "linear", "waits", "work", "tokens", "received", "off host",
+               "held")  # fmt: skip
+    note = (
+        f"{summary(grids)}\nseconds of the slowest rank; work, tokens: busiest over mean rank; bytes: most, all layers"
+    )
+    best = min((i for i, grid in enumerate(grids) if grid.dp == 1), key=lambda i: grids[i].seconds)
+    return Table("One plan and fixed dp × cp grids", columns, rows, best, note, left=2)
+
+
+def summary(grids: Sequence[Grid]) -> str:
+    """One plan against the fastest grid, in a sentence."""
+    one = min((grid for grid in grids if grid.dp == 1), key=lambda grid: grid.seconds)
+    others = [grid for grid in grids if grid.dp > 1]
+    if not others:
+        return "one rank has no grids"
+    best = min(others, key=lambda grid: grid.seconds)
+    gain = best.seconds / one.seconds
+    found = f"{one.assignment} {units.seconds(one.seconds)} a step, the fastest grid {best.dp} × {best.cp}, "
+    found += f"{best.assignment} {units.seconds(best.seconds)}"
+    return f"{found}: one plan is {gain:.2f} times as fast" if gain >= 1.005 else f"{found}: no gain from one plan"

@@ -6,7 +6,6 @@ Colours are classes. The page of a drawing defines them for light, dark and prin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from html import escape
 
 import numpy as np
@@ -18,31 +17,6 @@ WIDTH = 800
 #: with protanopia, deuteranopia or tritanopia see them (simulated after Machado et al., 2009). Dark pages mix them with
 #: white, which leaves four fifths of that.
 RANK_COLORS = ("#33467f", "#f2930d", "#207f93", "#cc460d", "#a67ff2", "#0dccb9", "#7f2020", "#930ddf")
-
-
-def rank_class(rank: int, colors: Sequence[int]) -> str:
-    """The classes of shapes of `rank`: its colour, and its number, by which the page highlights it."""
-    return f"c{colors[rank]} k{rank}"
-
-
-def choose_colors(neighbours: np.ndarray) -> tuple[int, ...]:
-    """A colour for each rank, an index into `RANK_COLORS`; all different if there are enough.
-
-    Otherwise each rank in turn takes the colour that its neighbours so far use least, of these the rarest.
-
-    Args:
-        neighbours: int ``[num_ranks, num_ranks]``, symmetric: times that two ranks are side by side.
-    """
-    count = len(neighbours)
-    if count <= len(RANK_COLORS):
-        return tuple(range(count))
-    colors: list[int] = []
-    for rank in range(count):
-        adjacent, used = np.zeros((2, len(RANK_COLORS)), dtype=np.int64)
-        np.add.at(adjacent, colors, neighbours[rank, :rank])
-        np.add.at(used, colors, 1)
-        colors.append(int(np.lexsort((used, adjacent))[0]))
-    return tuple(colors)
 
 
 class Drawing:
@@ -72,32 +46,42 @@ class Drawing:
             ]
         )
 
-    def add(self, shape: str) -> None:
-        """Add an element as it is; its texts are escaped already."""
-        self.shapes.append(shape)
-
-    def text(self, x: float, y: float, value: str, kind: str = "", anchor: str = "start", turned: bool = False) -> None:
-        turn = f' transform="rotate(-90 {number(x)} {number(y)})"' if turned else ""
-        self.add(
-            f'<text x="{number(x)}" y="{number(y)}" text-anchor="{anchor}"{_class(kind)}{turn}>{escape(value)}</text>'
-        )
+    def text(self, x: float, y: float, value: str, kind: str = "", anchor: str = "start") -> None:
+        place = f'x="{number(x)}" y="{number(y)}" text-anchor="{anchor}"'
+        self.shapes.append(f'<text {place} class="{kind}">{escape(value)}</text>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
-        points = " ".join(f'{key}="{number(v)}"' for key, v in (("x1", x1), ("y1", y1), ("x2", x2), ("y2", y2)))
-        self.add(f"<line {points}{_class(kind)}/>")
+        points = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
+        self.shapes.append(f'<line {points} class="{kind}"/>')
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> None:
         """A rectangle; `tip` shows under the pointer."""
         size = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
-        self.add(
-            f"<rect {size}{_class(kind)}><title>{escape(tip)}</title></rect>"
-            if tip
-            else f"<rect {size}{_class(kind)}/>"
-        )
+        self.shapes.append(f'<rect {size} class="{kind}"><title>{escape(tip)}</title></rect>')
+
+    def cells(self, chosen: np.ndarray, x: float, y: float, size: float, attributes: str) -> None:
+        """The true cells of bool ``[rows, columns]`` as one path, `size` pixels a cell."""
+        if path := rectangles(chosen):
+            place = f"translate({number(x)} {number(y)}) scale({size:.6g})"
+            self.shapes.append(f'<path transform="{place}" {attributes} d="{path}"/>')
 
 
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
+def rectangles(cells: np.ndarray) -> str:
+    """SVG path of the true cells ``[rows, columns]``: equal runs of consecutive rows are one rectangle.
+
+    >>> rectangles(np.array([[1, 1, 0], [1, 1, 0]], bool))
+    'M0 0h2v2h-2z'
+    """
+    parts: list[str] = []
+    open_runs: dict[tuple[int, int], int] = {}
+    for y, line in enumerate([*cells, np.zeros(cells.shape[1], bool)]):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], line.astype(np.int8), [0]]))).reshape(-1, 2)
+        runs = {(int(a), int(b)) for a, b in edges}
+        for run in sorted(open_runs.keys() - runs):
+            top = open_runs.pop(run)
+            parts.append(f"M{run[0]} {top}h{run[1] - run[0]}v{y - top}h{run[0] - run[1]}z")
+        open_runs |= dict.fromkeys(runs - open_runs.keys(), y)
+    return "".join(parts)
 
 
 def number(value: float) -> str:
@@ -106,30 +90,14 @@ def number(value: float) -> str:
     return "0" if text == "-0" else text
 
 
-def tick_step(most: float, about: int) -> float:
-    """A step of 1, 2 or 5 times a power of ten, at most `about` of them up to `most`."""
-    power = 10.0 ** math.floor(math.log10(most / about))
-    return power * next((factor for factor in (1, 2, 5) if most / (factor * power) <= about), 10)
-
-
 def ticks(most: float, about: int) -> list[float]:
-    """Round numbers from 0 up to `most`, at most `about` steps.
+    """Round numbers from 0 up to `most`, at most `about` steps of 1, 2 or 5 times a power of ten.
 
     >>> ticks(10, 4)
     [0.0, 5.0, 10.0]
     """
     if most <= 0:
         return [0.0]
-    step = tick_step(most, about)
+    power = 10.0 ** math.floor(math.log10(most / about))
+    step = power * next((factor for factor in (1, 2, 5) if most / (factor * power) <= about), 10)
     return [i * step for i in range(math.floor(most / step * (1 + 1e-9)) + 1)]
-
-
-def stretches(values: Iterable[int]) -> list[tuple[int, int, int]]:
-    """(value, from, to) of each stretch of equal values."""
-    found: list[tuple[int, int, int]] = []
-    for i, value in enumerate(values):
-        if found and found[-1][0] == value:
-            found[-1] = (value, found[-1][1], i + 1)
-        else:
-            found.append((value, i, i + 1))
-    return found

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from spanwise.overlap.explain.units import milliseconds, num_bytes, scaled, seconds, three_digits
+from spanwise.overlap.explain.units import milliseconds, num_bytes, scaled, seconds
 
-__all__ = ["count", "fine_percent", "milliseconds", "num_bytes", "pairs", "percent", "seconds", "three_digits", "times"]
+__all__ = ["count", "milliseconds", "num_bytes", "pairs", "percent", "seconds", "times"]
 
 
 def pairs(value: float) -> str:
@@ -24,11 +24,6 @@ def count(value: float) -> str:
 def percent(value: float, digits: int = 0) -> str:
     """A share: "12%", or "12.3%" with a digit."""
     return f"{value:.{digits}%}"
-
-
-def fine_percent(value: float) -> str:
-    """A share with three significant digits, for small ones: "0.0312%"."""
-    return f"{100 * value:.3g}%"
 
 
 def times(value: float) -> str:

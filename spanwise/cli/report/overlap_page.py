@@ -1,0 +1,172 @@
+"""The report of optimized graphs: text, a page with a timeline of every order, and all figures as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from spanwise.cli.report.lanes import draw, lanes
+from spanwise.cli.report.page import Table, render_page
+from spanwise.cli.report.units import milliseconds, num_bytes, percent, seconds
+from spanwise.hardware import Hardware
+from spanwise.overlap.engine import Timeline
+from spanwise.overlap.explain.figures import Figures, OrderFigures
+from spanwise.overlap.explain.report import summary
+from spanwise.overlap.optimize import Result
+
+#: Most rows of a table of exposed collectives.
+MOST = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """One graph of a report.
+
+    Attributes:
+        nodes: number of nodes of the fx graph.
+        peers: orders to compare with, of the same graph at the same costs.
+        note: remarks on costs, and on peers that are missing.
+    """
+
+    name: str
+    nodes: int
+    result: Result
+    figures: Figures
+    peers: tuple[tuple[OrderFigures, Timeline], ...] = ()
+    note: str = ""
+
+    @property
+    def orders(self) -> list[tuple[OrderFigures, Timeline]]:
+        """All orders: as given, peers, ours."""
+        figures, result = self.figures, self.result
+        return [(figures.before, result.before), *self.peers, (figures.after, result.timeline)]
+
+    def order_table(self) -> Table:
+        """All orders compared."""
+        rows = [
+            (
+                order.name, milliseconds(order.makespan), milliseconds(order.exposed),
+                percent(order.left / order.bound, 1) if order.bound else "–",
+                " / ".join(f"{order.counts[key]:,}" for key in ("hidden", "partly", "exposed")),
+                f"{order.launches:,}", num_bytes(order.peak_bytes),
+                "" if order.seconds is None else seconds(order.seconds),
+            )
+            for order, _ in self.orders
+        ]  # fmt: skip
+        columns = ("order", "makespan", "exposed", "above its bound", "hidden / partly / exposed", "launches",
+                   "peak memory", "took")  # fmt: skip
+        note = "Hidden, partly, exposed: of the launches that compute could hide at all; a bucket is one launch."
+        return Table("Orders compared", columns, rows, len(rows) - 1, note)
+
+    def tables(self) -> list[Table]:
+        """Orders, process groups, and the most exposed collectives."""
+        groups: dict[str, list[float]] = {}
+        for one in self.figures.collectives:
+            row = groups.setdefault(one.group, [0, 0, 0, 0])
+            groups[one.group] = [a + b for a, b in zip(row, (1, one.members, one.ms, one.exposed), strict=True)]
+        of_groups = [
+            (name, f"{launches:,.0f}", f"{members:,.0f}", milliseconds(ms), milliseconds(exposed))
+            for name, (launches, members, ms, exposed) in groups.items()
+        ]
+        exposed = [
+            (
+                one.name if one.members == 1 else f"{one.operator} of {one.members}", one.group, one.why,
+                num_bytes(one.num_bytes), milliseconds(one.begin), milliseconds(one.ms), milliseconds(one.exposed),
+            )
+            for one in self.figures.most_exposed
+        ]  # fmt: skip
+        more = f"{MOST} of {len(exposed)} that are exposed" if len(exposed) > MOST else ""
+        columns = ("collective", "group", "why", "size", "begins", "takes", "exposed")
+        return [
+            self.order_table(),
+            Table("By process group", ("group", "launches", "of collectives", "take", "exposed"), of_groups),
+            *([Table("Most exposed collectives", columns, exposed[:MOST], note=more, left=3)] if exposed else []),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Graphs, and how they were made.
+
+    Attributes:
+        what: the graphs in words.
+        command: the shell command that makes this report.
+        hardware: prices the collectives.
+        ranks, labels: ranks and labels of process groups, by the names of the groups in graphs.
+    """
+
+    what: str
+    command: str
+    hardware: Hardware
+    ranks: Mapping[str, Sequence[int]]
+    labels: Mapping[str, str]
+    graphs: tuple[Graph, ...]
+
+    @property
+    def groups(self) -> str:
+        """Process groups in words."""
+        return ", ".join(f"{self.labels.get(name, name)} {list_ranks(of)}" for name, of in self.ranks.items()) or "none"
+
+    def text(self) -> str:
+        """What the command prints: `Result.report` of each graph, and the orders it is compared with."""
+        parts = [f"{self.what}\non {self.hardware.name}; groups: {self.groups}"]
+        for one in self.graphs:
+            parts.append(f"{one.name[0].upper()}{one.name[1:]}, {one.nodes:,} nodes")
+            parts += [one.note] if one.note else []
+            parts += [str(one.order_table())] if one.peers else []
+            parts.append(one.result.report(self.labels))
+        return "\n\n".join([*parts, self.command])
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures for JSON, in milliseconds, bytes and seconds."""
+        return {
+            "what": self.what,
+            "command": self.command,
+            "hardware": self.hardware.to_dict(),
+            "groups": {self.labels.get(name, name): list(ranks) for name, ranks in self.ranks.items()},
+            "graphs": {
+                one.name: {
+                    "nodes": one.nodes,
+                    **one.figures.as_dict(),
+                    "peers": [dataclasses.asdict(order) for order, _ in one.peers],
+                    "note": one.note,
+                }
+                for one in self.graphs
+            },
+        }
+
+    def html(self) -> str:
+        """The page."""
+        return render_page(
+            "overlap",
+            report=self,
+            graphs=[(one, self._drawings(key, one), one.tables()) for key, one in enumerate(self.graphs)],
+            summary=summary,
+            command=self.command,
+        )
+
+    def _drawings(self, key: int, one: Graph) -> list[tuple[str, float, Markup]]:
+        """Names, milliseconds and drawings of all orders, to one scale."""
+        most = max(timeline.makespan for _, timeline in one.orders)
+        found = []
+        why = {each.start: each.reason for each in one.figures.collectives if each.reason}
+        for index, (order, timeline) in enumerate(one.orders):
+            shown = lanes(timeline, self.labels, why if timeline is one.result.timeline else None)
+            drawing = draw(f"{key}-{index}", f"{one.name}, {order.name}", shown, most)
+            found.append((order.name, timeline.makespan, Markup(str(drawing))))
+        return found
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as --group takes them.
+
+    >>> list_ranks(range(8)), list_ranks(range(0, 64, 8)), list_ranks((0, 2))
+    ('0-7', '0-56:8', '0,2')
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
+        return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
+    return ",".join(map(str, ranks))

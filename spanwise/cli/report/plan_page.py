@@ -1,0 +1,197 @@
+"""The report of a plan: `Plan.explain` and tables as text, a page with drawings too, and all figures as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from spanwise.cli.report import units
+from spanwise.cli.report.compare import Comparison, describe_choice, grid_table
+from spanwise.cli.report.page import Bar, Table, render_page
+from spanwise.cli.report.pictures import closer_window, draw_mask, draw_timeline, draw_traffic, sample_ranks
+from spanwise.cli.report.svg import RANK_COLORS, Drawing
+from spanwise.planning.grids import Grid
+from spanwise.planning.plan import Plan
+
+#: Most rows of a table of ranks; of more ranks a sample is shown, from the busiest to the idlest.
+MOST_RANKS = 16
+
+#: Attributes of a plan that JSON holds as they are.
+_OF_PLAN = (
+    "fingerprint", "inner", "block_size", "balancer", "exchange", "stages", "reason", "num_q_heads", "num_kv_heads",
+    "head_dim", "dtype",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A plan of one sequence, its source in words, the shell command that makes it, and what it was compared with."""
+
+    plan: Plan
+    source: str
+    command: str
+    comparison: Comparison | None = None
+    grids: Sequence[Grid] = ()
+
+    def __post_init__(self) -> None:
+        if self.plan.batch_size > 1:
+            raise ValueError(
+                f"a report shows one sequence, and the plan has {self.plan.batch_size} batch rows with masks of their "
+                f"own"
+            )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        return np.diff(self.plan.cu_seqlens[0]) if self.plan.cu_seqlens else np.array([self.plan.seq_len])
+
+    @property
+    def heading(self) -> str:
+        """The documents, and where they are from."""
+        lengths = self.lengths
+        found = f"{len(lengths):,} documents of {lengths.min():,} to {lengths.max():,} tokens, median "
+        return f"{found}{np.median(lengths):,.0f}" if len(lengths) > 1 else "one document"
+
+    def comparisons(self) -> list[Table]:
+        """Tables of other numbers of ranks, and of grids."""
+        tables = [self.comparison.table()] if self.comparison else []
+        return [*tables, grid_table(self.grids)] if self.grids else tables
+
+    def text(self) -> str:
+        """What the command prints."""
+        tables = [*self.comparisons(), *(rank_table(self.plan, name) for name in self.plan.masks)]
+        first = f"{self.heading}; from {self.source}\n{self.plan.explain()}"
+        return "\n\n".join([first, *map(str, tables), self.command])
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures for JSON, without the plan's arrays. Names hold the unit: seconds, bytes, tokens or pairs."""
+        plan = self.plan
+        return {
+            "command": self.command,
+            "source": self.source,
+            "tokens": plan.seq_len,
+            "documents": len(self.lengths),
+            "document_tokens": self.lengths.tolist(),
+            "ranks": plan.num_ranks,
+            **{name: getattr(plan, name) for name in _OF_PLAN},
+            "hardware": plan.hardware.to_dict(),
+            "tokens_per_rank": plan.layout.tokens_per_rank.tolist(),
+            "predicted_seconds": plan.predict(),
+            "candidates": [{**dataclasses.asdict(one), "seconds": dict(one.seconds)} for one in plan.candidates],
+            "masks": [_mask_figures(plan, name) for name in plan.masks],
+            "compare_ranks": dataclasses.asdict(self.comparison) if self.comparison else None,
+            "grids": [grid.as_dict() for grid in self.grids],
+        }
+
+    def html(self) -> str:
+        """The page."""
+        plan = self.plan
+        return render_page(
+            "plan",
+            report=self,
+            plan=plan,
+            colors=RANK_COLORS,
+            choice=describe_choice(plan),
+            predicted=plan.predict(),
+            layers=units.times(sum(plan.weights.values())),
+            tables=self.comparisons(),
+            masks=[_mask(plan, name, str(index)) for index, name in enumerate(plan.masks)],
+            candidates=_candidates(plan),
+            documents=_documents(self) if len(self.lengths) > 1 else None,
+            command=self.command,
+        )
+
+
+def rank_table(plan: Plan, name: str) -> Table:
+    """Work and traffic of each rank under one mask."""
+    work, local, recv_tokens, recv_bytes = (
+        of(name) for of in (plan.work, plan.local_work, plan.recv_tokens, plan.recv_bytes)
+    )
+    sent, most = plan.traffic(name).sum(axis=0), max(int(work.max()), 1)
+    shown = sample_ranks(work, MOST_RANKS)
+    rows = [
+        (
+            str(rank), Bar(local[rank] / most, work[rank] / most), units.pairs(work[rank]),
+            units.percent(local[rank] / work[rank]) if work[rank] else "–", units.count(recv_tokens[rank]),
+            units.num_bytes(recv_bytes[rank]), units.count(sent[rank]),
+        )
+        for rank in shown
+    ]  # fmt: skip
+    columns = ("rank", "pairs: own keys █, received ▒", "pairs", "on own keys", "K/V tokens received", "bytes",
+               "sent tokens")  # fmt: skip
+    mask = f"mask {name!r}, {units.times(plan.weights[name])} layers: " if len(plan.masks) > 1 else ""
+    title = f"{mask}{units.pairs(work.sum())} pairs, imbalance {plan.imbalance(name):.3f} (busiest over mean rank)"
+    sampled = f"{len(shown)} of {len(work)} ranks, from the busiest to the idlest" if len(shown) < len(work) else ""
+    return Table(title, columns, rows, note=sampled, left=2)
+
+
+def _candidates(plan: Plan) -> Table:
+    """What else was considered, the fastest first."""
+    ranked = sorted(plan.candidates, key=lambda one: one.seconds["total"])
+    layers = sum(plan.weights.values())
+    rows = []
+    for one in ranked:
+        seconds = [one.seconds[f"compute_{key}"] + one.seconds[f"exposed_{key}"] for key in ("forward", "backward")]
+        received = units.count(one.recv_mean / layers), units.count(one.recv_max / layers)
+        each = (one.balancer, one.exchange, str(one.stages), f"{one.imbalance:.3f}", *received)
+        rows.append((*each, *map(units.seconds, (*seconds, one.seconds["total"]))))
+    columns = ("layout", "exchange", "chunks", "imbalance", "received, mean", "most", "forward", "backward", "total")
+    chosen = [(one.balancer, one.exchange, one.stages) for one in ranked]
+    of_plan = (plan.balancer, plan.exchange, plan.stages)
+    return Table("Candidates", columns, rows, chosen.index(of_plan) if of_plan in chosen else None, left=2)
+
+
+def _documents(report: Report) -> Table:
+    """Documents by powers of two: their number, and their shares of tokens and of the pairs of all layers."""
+    plan, lengths = report.plan, report.lengths
+    area = sum(weight * plan.mask(name).area()[0] for name, weight in plan.weights.items())
+    pairs = np.diff(np.append(0, np.cumsum(area))[np.append(0, np.cumsum(lengths))])
+    power = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
+    rows = []
+    for p in range(power[lengths > 0].min(), power.max() + 1):
+        of = (power == p) & (lengths > 0)
+        shares = [float(values[of].sum() / max(values.sum(), 1)) for values in (lengths, pairs)]
+        bars = [cell for share in shares for cell in (Bar(share, share), units.percent(share))]
+        rows.append((f"{1 << p:,} to {(2 << p) - 1:,}", units.count(of.sum()), *bars))
+    return Table("Documents", ("tokens", "documents", "of all tokens", "", "of all pairs", ""), rows)
+
+
+def _mask(plan: Plan, name: str, key: str) -> dict[str, Any]:
+    """Variables of one mask for the template. `key` is in the ids of its drawings; a mask's name may hold blanks."""
+    closer = closer_window(plan.mask(name))
+    traffic = plan.traffic(name)
+    return {
+        "name": name,
+        "ranks": rank_table(plan, name),
+        "held": (int(plan.resident_bytes(name).max()), int(plan.saved_bytes(name).max())),
+        "received": float(plan.recv_tokens(name).mean()),
+        "picture": _svg(draw_mask(key, plan, name, (0, plan.seq_len))),
+        "closer": _svg(draw_mask(f"{key}-closer", plan, name, closer)) if closer else None,
+        "traffic": _svg(draw_traffic(key, traffic)) if traffic.any() else None,
+        "timeline": _svg(draw_timeline(key, plan, name)),
+    }
+
+
+def _svg(drawing: Drawing) -> Markup:
+    return Markup(str(drawing))  # its texts are escaped one by one
+
+
+def _mask_figures(plan: Plan, name: str) -> dict[str, Any]:
+    arrays = {
+        "work_pairs": plan.work(name), "local_pairs": plan.local_work(name), "needed_tokens": plan.needed_tokens(name),
+        "recv_tokens": plan.recv_tokens(name), "recv_bytes": plan.recv_bytes(name),
+        "resident_bytes": plan.resident_bytes(name), "saved_bytes": plan.saved_bytes(name),
+        "traffic_tokens": plan.traffic(name),
+    }  # fmt: skip
+    return {
+        "name": name,
+        "layers": plan.weights[name],
+        "pairs": int(plan.work(name).sum()),
+        "imbalance": plan.imbalance(name),
+        **{key: value.tolist() for key, value in arrays.items()},
+        "timeline": [dataclasses.asdict(interval) for interval in plan.timeline(name).intervals],
+    }
