@@ -36,18 +36,19 @@ class Link:
         latency: seconds of a collective on this level before its first byte (α).
         ranks: size of the groups that the level joins, ranks ``[0, ranks)``, ``[ranks, 2 ranks)``, …; None for the
             outermost level, which joins all.
+        shared: whether collectives of several process groups run one after the other on it, in `overlap`.
 
     Raises:
-        ValueError: a bandwidth that is not positive, a negative latency, or groups of fewer than 2 ranks.
+        ValueError: a bandwidth that is not positive, a negative latency, groups of fewer than 2 ranks.
 
-    >>> from spanwise import Link
     >>> Link(bandwidth=50e9, latency=40e-6)
-    Link(bandwidth=50000000000.0, latency=4e-05, ranks=None)
+    Link(bandwidth=50000000000.0, latency=4e-05, ranks=None, shared=False)
     """
 
     bandwidth: float
     latency: float
     ranks: int | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bandwidth", _number("Link.bandwidth", self.bandwidth))
@@ -73,6 +74,7 @@ class Hardware:
             through tiles. The edge nearly always lies among the rank's own keys: a rank with ``tokens`` queries
             computes ``area + edge_pairs * tokens`` pairs on its own keys, and ``area`` on others.
         wire: ``((collective, factor), …)``: bytes that the backend moves, divided by the bytes needed; default 1.
+        to_host, from_host: bytes/s of copies between the rank's memory and pinned memory of its host.
         source: where the figures come from.
 
     Raises:
@@ -80,8 +82,6 @@ class Hardware:
 
     >>> import dataclasses
     >>> import spanwise
-    >>> spanwise.H100.memory, len(spanwise.H100.links)
-    (80000000000, 2)
     >>> slow = dataclasses.replace(spanwise.H100, name="one link", links=(spanwise.Link(10e9, 1e-3),))
     >>> slow.all_gather_seconds(shard_bytes=1e7, num_ranks=3)
     0.003
@@ -98,11 +98,14 @@ class Hardware:
     edge_pairs: float = 0.0
     wire: tuple[tuple[str, float], ...] = ()
     source: str = ""
+    # PCIe 5.0 x16 has 63 GB/s each way; NVIDIA's blog post on nvbandwidth shows 55.6 for host_to_device_memcpy_ce.
+    to_host: float = 55e9
+    from_host: float = 55e9
 
     def __post_init__(self) -> None:
-        rates = ("attention_flops", "attention_backward_flops", "matmul_flops", "memory_bandwidth", "memory")
-        for name in (*rates, "kernel_seconds", "edge_pairs"):
-            number = _number(f"Hardware.{name}", getattr(self, name), zero=name not in rates)
+        rates = ("attention_flops", "attention_backward_flops", "matmul_flops", "memory_bandwidth", "memory", "to_host")
+        for name in (*rates, "from_host", "kernel_seconds", "edge_pairs"):
+            number = _number(f"Hardware.{name}", getattr(self, name), zero=name in ("kernel_seconds", "edge_pairs"))
             object.__setattr__(self, name, number)
         object.__setattr__(self, "memory", int(self.memory))
         object.__setattr__(self, "links", tuple(self.links))
@@ -268,7 +271,6 @@ class Hardware:
         """Writes the figures to ``path`` as JSON.
 
         >>> import tempfile
-        >>> from spanwise.hardware import H100
         >>> with tempfile.NamedTemporaryFile(suffix=".json") as file:
         ...     H100.save(file.name)
         ...     Hardware.load(file.name) == H100

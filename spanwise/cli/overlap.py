@@ -202,6 +202,7 @@ class _Priced:
     def __init__(self, gm: fx.GraphModule, costs: CostModel | Measured, model: CostModel) -> None:
         self.costs, self.model = costs, model
         captured = to_dag(gm, costs)
+        self.link = costs.link
         self.table = {node.name: ms for node, ms in zip(captured.nodes, captured.dag.ms.tolist(), strict=True)}
 
     def __call__(self, node: fx.Node) -> float:

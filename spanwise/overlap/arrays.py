@@ -22,7 +22,7 @@ class Graph(NamedTuple):
     """A dag as arrays; lists of lists are flat, with the index at which each begins.
 
     Attributes:
-        stream: 0 for compute, a number for each group, -1 for a wait.
+        stream: 0 for compute, a number for each of `Dag.streams`, -1 for a wait.
         partner: of a wait, the node on the stream that it waits for; -1 for others.
         allocated: bytes by node. used: storages that a node makes or uses.
         users_left, freed: of each storage, the nodes that touch it, and the bytes that the last of them frees.
@@ -98,8 +98,8 @@ def _flat(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 def graph_of(dag: Dag) -> Graph:
     """`dag` as arrays."""
-    numbers = {group: number for number, group in enumerate(dag.groups, 1)}
-    stream = [numbers[n.group] if n.kind == Kind.START else -int(n.kind == Kind.WAIT) for n in dag.nodes]
+    numbers = {stream: number for number, stream in enumerate(dag.streams, 1)}
+    stream = [numbers[n.stream] if n.kind == Kind.START else -int(n.kind == Kind.WAIT) for n in dag.nodes]
     nodes, begins = dag.touched
     storages = np.repeat(np.arange(len(dag.storages)), np.diff(begins))
     by_node = np.argsort(nodes, kind="stable")
@@ -149,7 +149,7 @@ def limits_of(dag: Dag, order: Order, budget: float, in_flight: Floats | None = 
     storages = np.repeat(np.arange(len(dag.storages)), np.diff(begins))
     at = position[nodes]
     if in_flight is None:
-        in_flight = np.full((1 + len(dag.groups), 2), np.inf)
+        in_flight = np.full((1 + len(dag.streams), 2), np.inf)
     ascending = at[np.lexsort((at, storages))]
     known = np.asarray(order, np.int64)
     return Limits(float(budget), in_flight, known, position, begins, ascending, dag.alive_bytes(order))

@@ -35,7 +35,7 @@ class Bounds:
     Attributes:
         compute: all work of the compute stream.
         path: the longest path through collectives, with all compute that lies between two of them.
-        streams: of each stream ("compute", and each group), its work with the work that must come before and after.
+        streams: of each stream ("compute", and `Dag.streams`), its work with the work that must come before and after.
 
     >>> Bounds(compute=5.0, path=3.0, streams={"compute": 5.0, "dp": 6.5}).makespan
     6.5
@@ -63,9 +63,9 @@ def lower_bounds(dag: Dag) -> Bounds:
     first, (rest, last) = heads(dag, around), tails(dag, around)
     path = float((first + rest).max(initial=0.0))
     streams = {"compute": _one_machine(dag.ms, first, last, np.flatnonzero(dag.kinds == Kind.COMPUTE))}
-    for group in dag.groups:
-        jobs = np.array([i for i in dag.starts if dag.nodes[i].group == group])
-        streams[group] = _one_machine(dag.ms, first, last, jobs)
+    for stream in dag.streams:
+        jobs = np.array([i for i in dag.starts if dag.nodes[i].stream == stream])
+        streams[stream] = _one_machine(dag.ms, first, last, jobs)
     return Bounds(dag.compute_ms, path, streams)
 
 

@@ -4,8 +4,9 @@
 from below, and `search` looks for a good one. Nodes are numbered in an order that respects all dependencies: the
 graph's own.
 
-The model: one in-order compute stream, and one in-order stream for each process group. A start launches its collective
-when the compute stream reaches it, and takes no time there. A wait blocks the compute stream until the collective ends.
+The model: one in-order compute stream, and one in-order stream for each process group, or for each link that groups
+share. A start launches its collective when the compute stream reaches it, and takes no time there. A wait blocks the
+compute stream until the collective ends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -26,8 +27,8 @@ Order: TypeAlias = Sequence[int] | NDArray[np.int64]
 class Kind(enum.IntEnum):
     """The stream that a node occupies.
 
-    COMPUTE occupies the compute stream. START occupies the stream of its group for the whole collective. WAIT occupies
-    none, but blocks the compute stream until the collective ends.
+    COMPUTE occupies the compute stream. START occupies the stream of its group for the whole collective, or the link
+    that this shares. WAIT occupies none, but blocks the compute stream until the collective ends.
     """
 
     COMPUTE = 0
@@ -63,6 +64,7 @@ class Node:
         deps: numbers of the nodes that must be issued before it; each is smaller than the node's own number.
         group: process group of a start.
         start: number of the start that a wait waits for; -1 for other nodes.
+        link: of a start, what its group shares with other groups; "" if nothing.
     """
 
     name: str
@@ -71,6 +73,12 @@ class Node:
     deps: tuple[int, ...] = ()
     group: str = ""
     start: int = -1
+    link: str = ""
+
+    @property
+    def stream(self) -> str:
+        """What a start occupies: its link, or else its group."""
+        return self.link or self.group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,6 +186,16 @@ class Dag:
         return tuple(dict.fromkeys(self.nodes[i].group for i in self.starts))
 
     @functools.cached_property
+    def streams(self) -> tuple[str, ...]:
+        """What collectives occupy, links and groups without one, in the order in which they appear."""
+        return tuple(dict.fromkeys(self.nodes[i].stream for i in self.starts))
+
+    def with_links(self, links: Mapping[str, str]) -> Dag:
+        """The same with other links of groups, and with none for groups that `links` does not name."""
+        nodes = (dataclasses.replace(n, link=links.get(n.group, "")) if n.group else n for n in self.nodes)
+        return Dag(tuple(nodes), self.storages)
+
+    @functools.cached_property
     def unique_deps(self) -> tuple[tuple[int, ...], ...]:
         """Of each node, its dependencies, each once."""
         return tuple(n.deps if len(n.deps) < 2 else tuple(dict.fromkeys(n.deps)) for n in self.nodes)
@@ -272,20 +290,20 @@ class Dag:
         return found
 
     def peak_in_flight(self, order: Order | None = None) -> dict[str, tuple[int, int]]:
-        """Most collectives, and most of their bytes, in flight at once in each group, in an order or the graph's own.
+        """Most collectives, and most of their bytes, in flight at once on each stream, in an order or the graph's own.
 
         A bucket is one collective, with all of its bytes. A collective without a wait is not counted.
         """
-        now = {group: np.zeros(2, np.int64) for group in self.groups}
-        most = {group: np.zeros(2, np.int64) for group in self.groups}
+        now = {stream: np.zeros(2, np.int64) for stream in self.streams}
+        most = {stream: np.zeros(2, np.int64) for stream in self.streams}
         for i in range(len(self)) if order is None else order:
             node = self.nodes[i]
             if node.kind == Kind.START:
-                now[node.group] += self.flight_sizes[i]
-                most[node.group] = np.maximum(most[node.group], now[node.group])
+                now[node.stream] += self.flight_sizes[i]
+                most[node.stream] = np.maximum(most[node.stream], now[node.stream])
             elif node.kind == Kind.WAIT:
-                now[self.nodes[node.start].group] -= self.flight_sizes[node.start]
-        return {group: (int(count), int(num_bytes)) for group, (count, num_bytes) in most.items()}
+                now[self.nodes[node.start].stream] -= self.flight_sizes[node.start]
+        return {stream: (int(count), int(num_bytes)) for stream, (count, num_bytes) in most.items()}
 
 
 def rounding(ms: float) -> float:

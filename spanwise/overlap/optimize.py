@@ -18,7 +18,7 @@ from spanwise.overlap import _torch
 from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.buckets import bucket as into_buckets
 from spanwise.overlap.costs.roofline import as_cost
-from spanwise.overlap.dag import GraphError
+from spanwise.overlap.dag import Dag, GraphError
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.engine import simulate as run
 from spanwise.overlap.explain.figures import arithmetic
@@ -46,6 +46,7 @@ def optimize(
     in_flight_bytes: int | None = None,
     effort: int | None = None,
     sizes: Sizes | None = None,
+    links: Mapping[str, str] | None = None,
 ) -> Result:
     """Reorder and bucket the nodes of `gm` so that compute hides its collectives. `gm` does not change.
 
@@ -62,11 +63,14 @@ def optimize(
             compute next to them, where that makes the step shorter. Results may round differently. `cost` must price
             nodes that are not in `gm`, as a `CostModel` does. Graphs with symbolic sizes are not cut.
         multiplier: factor on the time of collectives during the search, for costs that are guesses.
-        in_flight: for each process group, most collectives that have started and were not yet waited for.
+        in_flight: for each process group, or link that groups share, most collectives that have started and were not
+            yet waited for.
         in_flight_bytes: the same in bytes that these make, read and write; see `search.schedule`.
         effort: most orders to try; default: `search.default_effort`. More never find a longer one without buckets.
         sizes: numbers for symbolic sizes while the graph is scheduled, by symbol (``{"s0": 4096}``), or one for all.
             Give all ranks the same.
+        links: names of links by process group: groups of one link run one after the other on it. Default: as `cost`
+            says, for a `Hardware` by `Link.shared`. The report has the makespan under the other assumption, too.
 
     Returns:
         The new graph on a copy, with its timeline and a report.
@@ -86,7 +90,7 @@ def optimize(
     >>> result.report().startswith("makespan")
     True
     """
-    cost = as_cost(cost)
+    cost = as_cost(cost, links)
     limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
     check_options(memory_budget=memory_budget, bucket=bucket, split=split, multiplier=multiplier, sizes=sizes, **limits)
     options: dict[str, Any] = {"multiplier": multiplier, **limits}
@@ -175,7 +179,17 @@ def _emitted(
     whole, timeline = _expanded(captured, merged, found)
     emit(bind(captured.dag, made.graph), timeline.order.tolist(), whole.members)
     doubts = _doubts(captured, cost)
-    return Result(made, timeline, own, found.bounds, whole.members, found.budget, doubts)
+    links = _other_links(captured.dag, cost)
+    return Result(made, timeline, own, found.bounds, whole.members, found.budget, doubts, links=links)
+
+
+def _other_links(dag: Dag, cost: Cost) -> dict[str, str] | None:
+    """What groups share if they share what they may but do not, or nothing if they do; None if that is the same."""
+    link = getattr(cost, "link", None)
+    found = {} if link is None else {group: link(group)[0] or group for group in dag.groups}
+    if len(set(found.values())) == len(found):
+        return None
+    return {} if any(node.link for node in dag.nodes) else found
 
 
 def _doubts(captured: Captured, cost: Cost) -> Doubts:

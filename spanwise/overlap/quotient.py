@@ -58,7 +58,7 @@ def joined(dag: Dag, members: Sequence[Sequence[int]], ms: dict[int, float] | No
         name = f"{node.name} and {bucket - 1} more" if bucket > 1 else node.name
         start = number[node.start] if node.start >= 0 else -1
         cost = node.ms if ms is None else ms.get(of_unit[0], node.ms)
-        nodes.append(Node(name, node.kind, cost, tuple(sorted(deps)), node.group, start))
+        nodes.append(Node(name, node.kind, cost, tuple(sorted(deps)), node.group, start, node.link))
     storages = []
     for storage in dag.storages:
         maker = number[storage.maker] if storage.maker >= 0 else -1

@@ -90,8 +90,8 @@ def schedule(
         budget: most bytes of the dag's storages; default: `default_budget`. If the order to start from exceeds it, the
             search first finds an order that does not, and starts from that one (`low_memory_order`).
         multiplier: factor on the milliseconds of collectives while scheduling, for costs that are estimates.
-        in_flight: most collectives of a group that are started and not yet waited for. If the order to start from has
-            more, its number is the limit of that group. A collective without a wait is not counted.
+        in_flight: most collectives of a stream that are started and not yet waited for. If the order to start from has
+            more, its number is the limit of that stream. A collective without a wait is not counted.
         in_flight_bytes: the same limit for the bytes of the storages that these collectives make, read or write.
         effort: most orders to try at each budget; default: `default_effort`. More never gives a longer makespan.
         before: timeline of the order to start from; default: of the graph's own. The schedule is no worse than it.
@@ -141,13 +141,13 @@ def schedule(
 
 def flight_limits(dag: Dag, order: Sequence[int], count: int | None, num_bytes: int | None) -> Floats:
     """Most collectives and bytes in flight of each stream, or those of `order` where these are more; float64."""
-    found = np.full((1 + len(dag.groups), 2), np.inf)
+    found = np.full((1 + len(dag.streams), 2), np.inf)
     if count is None and num_bytes is None:
         return found
-    for number, of_group in enumerate(dag.peak_in_flight(order).values(), 1):
+    for number, of_stream in enumerate(dag.peak_in_flight(order).values(), 1):
         for unit, limit in enumerate((count, num_bytes)):
             if limit is not None:
-                found[number, unit] = max(limit, of_group[unit])
+                found[number, unit] = max(limit, of_stream[unit])
     return found
 
 

@@ -101,6 +101,11 @@ class Measured:
             return float(of_fallback(nodes))
         return math.fsum(map(self, nodes))
 
+    def link(self, group: str) -> tuple[str, bool]:
+        """What a group's collectives may share with those of others, and whether they do, as `fallback` says."""
+        link = getattr(self.fallback, "link", None)
+        return link(group) if link else ("", False)
+
     def uuid(self) -> str:
         """Digest of all that costs depend on: equal for equal costs in every process.
 

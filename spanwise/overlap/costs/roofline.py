@@ -273,10 +273,18 @@ class CostModel:
 
     def latency(self, node: fx.Node) -> float:
         """Milliseconds of a collective without bytes: the latency of the outermost link on which its ranks meet."""
-        members = ranks_of(group_of(node), self.ranks)
-        links = self.hardware.links
-        meet = (link for link in links if not link.ranks or len({rank // link.ranks for rank in members}) == 1)
-        return 1e3 * next(meet, links[-1]).latency
+        return 1e3 * self.hardware.links[self.level(group_of(node))].latency
+
+    def level(self, group: str) -> int:
+        """The innermost of ``hardware.links`` on which all ranks of a group meet: inside a host 0, across hosts 1."""
+        members, links = ranks_of(group, self.ranks), self.hardware.links
+        meets = (not link.ranks or len({rank // link.ranks for rank in members}) == 1 for link in links)
+        return next(at for at, meet in enumerate(meets) if meet)
+
+    def link(self, group: str) -> tuple[str, bool]:
+        """The level of links on which a group's ranks meet, and whether groups share it; see `Link.shared`."""
+        level = self.level(group)
+        return f"links {level}", self.hardware.links[level].shared
 
     def _collective_seconds(self, nodes: Sequence[fx.Node]) -> float:
         sent = received = 0
@@ -332,12 +340,29 @@ def _levels(links: tuple[Link, ...], ranks: tuple[int, ...]) -> list[tuple[float
     return levels
 
 
-def as_cost(cost: Cost | Hardware | Mapping[str, float]) -> Cost:
+class _Linked:
+    """A cost with a table of links."""
+
+    def __init__(self, cost: Cost, links: Mapping[str, str]) -> None:
+        self._cost, self._links = cost, dict(links)
+
+    def __call__(self, node: fx.Node) -> float:
+        return self._cost(node)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cost, name)
+
+    def link(self, group: str) -> tuple[str, bool]:
+        return self._links.get(group, ""), True
+
+
+def as_cost(cost: Cost | Hardware | Mapping[str, float], links: Mapping[str, str] | None = None) -> Cost:
     """Make a function from fx nodes to milliseconds.
 
     Args:
         cost: a function from an fx node to milliseconds, such as a `CostModel`; a `Hardware`; or milliseconds by node
             name, with every node that takes time.
+        links: what process groups share, by their names; in place of what `cost` says.
 
     Raises:
         ValueError: `cost` is neither. A table raises `GraphError` later, for a node that it lacks.
@@ -345,6 +370,8 @@ def as_cost(cost: Cost | Hardware | Mapping[str, float]) -> Cost:
     >>> as_cost({"x": 2.0})(fx.Graph().placeholder("x"))
     2.0
     """
+    if links is not None:
+        return _Linked(as_cost(cost), links)
     if isinstance(cost, Hardware):
         return CostModel(cost)
     if isinstance(cost, Mapping):

@@ -116,6 +116,8 @@ class Figures:
         budget: byte limit of the new order.
         barriers, guesses: operators that nothing crosses, and that have a cost which is a guess, with their counts.
         split: what was cut into pieces; None if nothing should be.
+        shared: whether groups share links here.
+        other: makespans before and after under the other assumption; None if no groups could share any.
     """
 
     before: OrderFigures
@@ -125,6 +127,8 @@ class Figures:
     barriers: dict[str, int] = dataclasses.field(default_factory=dict)
     guesses: dict[str, int] = dataclasses.field(default_factory=dict)
     split: Split | None = None
+    shared: bool = False
+    other: tuple[float, ...] | None = None
 
     @property
     def most_exposed(self) -> list[Collective]:
@@ -141,6 +145,7 @@ class Figures:
             "barriers": self.barriers,
             "guesses": self.guesses,
             **({} if self.split is None else {"split": self.split.as_dict()}),
+            **({} if self.other is None else {"makespan_of_other_links": self.other, "links_shared": self.shared}),
             "collectives": [one.as_dict() for one in self.collectives],
         }
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from spanwise.overlap.bounds import Bounds
 from spanwise.overlap.dag import Dag, Kind
-from spanwise.overlap.engine import Timeline
+from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.explain.figures import Collective, Figures, OrderFigures, arithmetic, hideable_by, order_figures
 from spanwise.overlap.explain.reasons import Reason, hidden_counts, reasons
 from spanwise.overlap.explain.trace import save_chrome_trace
@@ -56,6 +56,7 @@ class Result:
         doubts: barriers, and costs that are guesses.
         sizes: numbers that symbolic sizes stood for; None if the graph has none.
         split: what was cut into pieces, or why nothing was; None without ``split=True``.
+        links: what process groups share under the assumption that was not made; None if they share nothing anyway.
     """
 
     graph_module: fx.GraphModule
@@ -67,6 +68,7 @@ class Result:
     doubts: Doubts = Doubts()
     sizes: Sizes | None = None
     split: Split | None = None
+    links: Mapping[str, str] | None = None
 
     @property
     def given(self) -> Dag:
@@ -124,7 +126,14 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
         barriers=dict(Counter(result.doubts.barriers)),
         guesses=dict(Counter(result.doubts.guesses)),
         split=split and dataclasses.replace(split, group=names.get(split.group, split.group)),
+        shared=any(node.link for node in timeline.dag.nodes),
+        other=None if result.links is None else tuple(_linked(of, result.links) for of in (result.before, timeline)),
     )
+
+
+def _linked(timeline: Timeline, links: Mapping[str, str]) -> float:
+    """The makespan of the same order if groups share these links."""
+    return simulate(timeline.dag.with_links(links), timeline.order.tolist()).makespan
 
 
 def _collective(result: Result, i: int, node: fx.Node, names: Mapping[str, str], reason: Reason | None) -> Collective:
@@ -160,6 +169,9 @@ def summary(found: Figures) -> dict[str, str]:
         "peak memory": f"{num_bytes(after.peak_bytes)}, was {num_bytes(before.peak_bytes)}; "
         f"budget {num_bytes(found.budget)}",
     }
+    if found.other is not None:
+        how = "no groups shared links" if found.shared else "groups of a level of links ran one after the other"
+        facts["links"] = f"{milliseconds(found.other[1])}, was {milliseconds(found.other[0])}, if {how}"
     facts |= _split_text(found)
     if found.barriers:
         count = sum(found.barriers.values())

@@ -35,6 +35,7 @@ from spanwise.overlap.fx.operators import (
     attribute,
     group_of,
     is_free,
+    link_of,
     nodes_in,
     storage_of,
     tensors_in,
@@ -89,7 +90,8 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
 
     Args:
         cost: milliseconds of a node; see `costs`. Not called for nodes that take no time: waits, views, items of
-            tuples, uninitialised memory and arithmetic on sizes.
+            tuples, uninitialised memory and arithmetic on sizes. Its method ``link(group)``, if any, names what the
+            group may share with others, and tells whether it does.
 
     Raises:
         GraphError: a node before its arguments, a symbolic size, an input or a call without ``meta["val"]``, a start of
@@ -242,8 +244,8 @@ class _Builder:
         self.number[node] = i
         self.calls.append(node)
         group = group_of(node) if kind == Kind.START else ""
-        start = start if kind == Kind.WAIT else -1
-        self.nodes.append(Node(node.name, kind, self._ms(node, known), tuple(sorted(deps)), group, start))
+        start, ms = start if kind == Kind.WAIT else -1, self._ms(node, known)
+        self.nodes.append(Node(node.name, kind, ms, tuple(sorted(deps)), group, start, link_of(self.cost, group)))
         if self.nodes[-1].ms > 0:
             self.last_work[kind] = i
 

@@ -32,6 +32,7 @@ class PieceCost:
             self.merged = self._merged
         self.half_rate = getattr(cost, "half_rate", HALF_RATE)
         self.is_guess = getattr(cost, "is_guess", lambda node: False)
+        self.link = getattr(cost, "link", lambda group: ("", False))
 
     def __call__(self, node: fx.Node) -> float:
         if node not in self._known:
