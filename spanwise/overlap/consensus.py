@@ -37,7 +37,17 @@ import torch.distributed as dist
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.fx.operators import ALL_TO_ALL, STARTS, Traits, arguments, group_of, nodes_in, tensors_of, traits
+from spanwise.overlap.fx.operators import (
+    ALL_TO_ALL,
+    MESSAGES,
+    STARTS,
+    Traits,
+    arguments,
+    group_of,
+    nodes_in,
+    tensors_of,
+    traits,
+)
 
 # Digests on which the ranks of each group have agreed; an entry dies with its group.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
@@ -62,10 +72,14 @@ def insert(graph: fx.Graph, facts: Mapping[str, str], traced: Sequence[Sequence[
     communication = [(node, known) for node in graph.nodes if (known := _communicates(node)) is not None]
     if not communication:
         return None
-    numbers = iter(traced or [(k,) for k in range(len(communication))])
+    every = iter(traced or ([k] for k in itertools.count()))
+    replaced = {node: next(every) for node in graph.nodes if node.target in STARTS}
+    # Messages are not numbered: each rank has its own.
+    order = sorted(k for node, _ in communication for k in replaced.get(node, ()))
+    numbers = {k: number for number, k in enumerate(order, 1)}
     starts: dict[str, list[_Start]] = {}
     for place, (node, known) in enumerate(communication, 1):
-        of = "+".join(str(k + 1) for k in next(numbers)) if node.target in STARTS else "-"
+        of = "+".join(str(numbers[k]) for k in replaced.get(node, ())) or "-"
         starts.setdefault(group_of(node), []).append(_describe(node, known, f"{place}.", of))
     digests = [_digest([what for what, _ in of_group]) for of_group in starts.values()]
     records = [json.dumps({"facts": dict(facts), "starts": of_group}) for of_group in starts.values()]
@@ -126,7 +140,7 @@ def _communicates(node: fx.Node) -> Traits | None:
     """Traits of a node that all ranks of a named group must call, else None; sends and receives involve only two."""
     known = traits(node)
     named = known.communicates and isinstance(dict(arguments(node, known)).get("group_name"), str)
-    return known if node.target in STARTS or (named and not _ONE_PEER & set(known.names)) else None
+    return known if node.target in STARTS - MESSAGES or (named and not _ONE_PEER & set(known.names)) else None
 
 
 def _describe(node: fx.Node, known: Traits, place: str, of: str) -> _Start:

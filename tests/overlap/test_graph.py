@@ -471,7 +471,6 @@ def barrier(op: Any, *more: Any) -> Captured:
 def test_nothing_crosses_a_barrier() -> None:
     unknown = (
         (torch.ops._dtensor.shard_dim_alltoall.default, 0, 1, "tp"),
-        *((getattr(OPS, name).default, 1, 0, "tp") for name in ("isend", "irecv") if hasattr(OPS, name)),  # torch 2.12
         (torch.ops.symm_mem.one_shot_all_reduce.default, "sum", "tp"),
         (torch.ops.c10d.barrier.default, None, []),
         (ATEN._assert_async.msg, "must hold"),
@@ -555,11 +554,10 @@ def test_python_functions_that_are_no_arithmetic_are_barriers() -> None:
     assert deps(captured, "cos") == {"barrier"} and deps(captured, "barrier") == {"mul"}
 
 
-@pytest.mark.skipif(not hasattr(OPS, "irecv"), reason=f"torch {torch.__version__} has no irecv in graphs")
 def test_a_wait_for_unknown_communication_is_a_barrier() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> Any:
         graph.call_function(ATEN.sin.default, (x,))
-        received = graph.call_function(OPS.irecv.default, (x, 1, 0, "tp"))
+        received = graph.call_function(torch.ops.symm_mem.one_shot_all_reduce.default, (x, "sum", "tp"))
         graph.call_function(ATEN.sin.default, (x,))
         waited = graph.call_function(OPS.wait_tensor.default, (received,))
         out = graph.call_function(ATEN.clone.default, (waited,))

@@ -72,6 +72,7 @@ _KINDS: dict[Any, str] = {
     **dict.fromkeys(operators.ALL_REDUCE, "all_reduce"),
     **dict.fromkeys(operators.ALL_TO_ALL, "all_to_all"),
     **dict.fromkeys(operators.BROADCAST, "broadcast"),
+    **dict.fromkeys(operators.MESSAGES, "message"),
     _torch.shard_dim_alltoall: "all_to_all",
 }
 # Operators that read as much of their table as they return.
@@ -171,7 +172,8 @@ class CostModel:
     With n ranks, an all-gather and a reduce-scatter move (n-1)/n of the whole over every rank's link if all ranks share
     one host or none does. Otherwise the ranks of a host share the traffic from outside, as in
     `Hardware.all_gather_seconds`. An all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner and Gropp,
-    2005, section 4.5). An all-to-all sends 1/n to each rank. In a broadcast each rank receives everything once.
+    2005, section 4.5). An all-to-all sends 1/n to each rank. In a broadcast each rank receives everything once. A
+    message between two ranks takes the link on which all ranks of its group meet.
 
     A graph knows only its own rank's sizes of an uneven all-to-all, so ranks may price it and decide differently;
     `backend` makes that an error. Symbolic sizes count alike on all ranks.
@@ -297,6 +299,10 @@ class CostModel:
         size, kind = len(ranks), _KINDS[nodes[0].target]
         if size == 1:
             return 0.0
+        if kind == "message":  # both directions at once
+            link, landing = self.hardware.links[self.level(group_of(nodes[0]))], operators.received(nodes[0])
+            arrives = sum(t.nbytes for x in landing if x is not None for t in tensors_of(x))
+            return link.latency + max(arrives, sent - arrives) / link.bandwidth
         levels = _levels(self.hardware.links, ranks)
         if kind == "all_to_all":
             return self._seconds([pairs * max(sent, received) / size for _, pairs in levels], kind)

@@ -23,7 +23,7 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import is_attention
-from spanwise.overlap.fx.operators import COALESCED, STARTS, Role, nodes_in, tensors_in, tensors_of, traits
+from spanwise.overlap.fx.operators import COALESCED, MESSAGES, STARTS, Role, nodes_in, tensors_in, tensors_of, traits
 
 _aten = torch.ops.aten
 
@@ -97,6 +97,8 @@ def why_not(node: fx.Node) -> str | None:
         return "it calls no operator"
     if known.role is Role.BARRIER:
         return "it does more than compute from its arguments"
+    if node.target in MESSAGES:
+        return "it needs its peer"
     given = [(arg, tensor) for arg in node.all_input_nodes for tensor in tensors_of(arg)]
     sizes = [size for _, tensor in given for size in tensor.shape]
     sizes += [arg.meta["val"] for arg in node.all_input_nodes if not tensors_of(arg) and "val" in arg.meta]

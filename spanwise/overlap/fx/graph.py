@@ -8,10 +8,9 @@ A node depends on more than its arguments:
   readers. Aliases are followed to their storage. They come from the schema, and from fake tensors in ``meta["val"]``
   that share a storage.
 - A collective reads and writes until its wait.
-- Random operators, and marks for the profiler, keep their order.
-- Nothing crosses a barrier: an operator that communicates in an unknown way or touches more than its tensor arguments,
-  and a higher-order operator that is unknown or runs such a subgraph. A barrier depends on all nodes since the last
-  barrier that nothing else depends on, and later nodes depend on it: the number of edges stays linear.
+- `chains` adds the rest: random operators, messages between two ranks, and barriers. A barrier is an operator that
+  communicates in an unknown way or touches more than its tensor arguments, or a higher-order operator that is unknown
+  or runs such a subgraph.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.fx.chains import Chains
 from spanwise.overlap.fx.operators import (
+    MESSAGES,
     Cost,
     Role,
     Traits,
@@ -37,6 +38,8 @@ from spanwise.overlap.fx.operators import (
     is_free,
     link_of,
     nodes_in,
+    peers_of,
+    received,
     storage_of,
     tensors_in,
     tensors_of,
@@ -157,11 +160,9 @@ class _Builder:
         self.made: list[_Memory] = []
         self.given: list[_Memory] = []  # of inputs that the graph may free
         self.collectives: dict[int, _Collective] = {}
-        self.last_ordered = self.last_guard = -1
+        self.chains = Chains()
         self.last_work: dict[Kind, int] = {}  # the last compute and the last collective that take time
-        self.barriers: list[int] = []
         self.outside_waits: list[int] = []
-        self.loose: dict[int, None] = {}  # nodes since the last barrier, and it, without a dependent
 
     def input(self, node: fx.Node) -> None:
         self.inputs.append(node)
@@ -202,6 +203,8 @@ class _Builder:
         if known.writes:
             written = [value for name, value in arguments(node, known) if name in known.writes]
             writes = self._places(nodes_in(written))
+        elif node.target in MESSAGES:
+            writes = self._places(filter(None, received(node)))
         kind, start = Kind.COMPUTE, -1
         barrier = known.role is Role.BARRIER
 
@@ -218,14 +221,6 @@ class _Builder:
                 kind, reads = self._wait(i, start, reads, deps)
             else:  # a barrier like the node that it waits for
                 barrier = True
-        if known.ordered:
-            deps.add(self.last_ordered)
-            self.last_ordered = i
-        if known.role in (Role.START, Role.GUARD):
-            deps.add(self.last_guard)
-        if known.role is Role.GUARD:
-            self.last_guard = i
-
         _touch(i, reads, writes, deps)
         if node.target is operator.getitem:
             made = reads
@@ -240,7 +235,7 @@ class _Builder:
             for memory in (*made, *writes):
                 memory.start = i
 
-        self._fence(i, deps, barrier)
+        self.chains.link(i, deps, known, kind, peers_of(self.calls[start] if kind == Kind.WAIT else node), barrier)
         self.number[node] = i
         self.calls.append(node)
         group = group_of(node) if kind == Kind.START else ""
@@ -258,19 +253,6 @@ class _Builder:
         collective.wait.append(i)
         deps.add(start)
         return Kind.WAIT, list(dict.fromkeys((*reads, *collective.reads, *collective.writes)))
-
-    def _fence(self, i: int, deps: set[int], barrier: bool) -> None:
-        """Add dependencies on and of barriers."""
-        deps -= {-1, i}
-        if barrier:
-            deps.update(self.loose)
-            self.loose.clear()
-            self.barriers.append(i)
-        elif self.barriers and max(deps, default=-1) < self.barriers[-1]:
-            deps.add(self.barriers[-1])
-        for dep in deps:
-            self.loose.pop(dep, None)
-        self.loose[i] = None
 
     def _check_order(self, node: fx.Node) -> None:
         for arg in node.all_input_nodes:
@@ -315,12 +297,13 @@ class _Builder:
         by_storage = dict(given)
         by_storage.pop(None, None)
         by_name = dict(arguments(node, known)) if known.is_alias else {}
+        lands = received(node) if node.target in MESSAGES else ()
         unknown = (known.role is Role.BARRIER and not known.names) or known.communicates  # may return any argument
         found: list[tuple[int | None, _Places]] = []
         new: dict[int | None, _Memory] = {}  # results of one node that share a storage
         for at, value in enumerate(values):
             storage = storage_of(value)
-            places: _Places = ()
+            places: _Places = tuple(self._places(filter(None, lands[at : at + 1])))
             if by_name:
                 # One result may be a list of tensors, or no tensor.
                 aliased = known.aliases[at : at + 1] if len(known.aliases) == len(values) else known.aliases
@@ -383,7 +366,9 @@ class _Builder:
             if memory.num_bytes
         )
         dag = Dag(tuple(self.nodes), storages)
-        return Captured(dag, tuple(self.calls), tuple(self.inputs), tuple(self.barriers), tuple(self.outside_waits))
+        return Captured(
+            dag, tuple(self.calls), tuple(self.inputs), tuple(self.chains.barriers), tuple(self.outside_waits)
+        )
 
 
 def _touch(i: int, reads: Iterable[_Memory], writes: Iterable[_Memory], deps: set[int]) -> None:

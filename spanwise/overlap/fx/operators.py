@@ -5,9 +5,8 @@ never by name: a schema's ``group_name`` is the group, and arguments it marks as
 schema says too little is a barrier.
 
 Point to point in torch 2.13: ``permute_tensor`` is an all-to-all and moves like one. ``isend``, ``irecv`` and
-``batch_p2p_ops`` of ``_c10d_functional`` are barriers although they start and are waited for; so are ``c10d::send`` and
-``c10d::recv_``. Their graphs differ from rank to rank, so ranks would reorder them differently, and two ranks must send
-messages in the order in which they are received. ``_dtensor::shard_dim_alltoall`` waits by itself.
+``batch_p2p_ops`` of ``_c10d_functional`` keep the order in which two ranks send and receive (`chains`); ``c10d::send``
+and ``c10d::recv_`` are barriers. ``_dtensor::shard_dim_alltoall`` waits by itself.
 
 Copies into and out of buckets (``bucketing::``, ``fsdp::``) are compute with the writes of their schemas.
 ``symm_mem::_low_contention_*`` start collectives; all else of that namespace is a barrier.
@@ -48,7 +47,9 @@ ALL_REDUCE = frozenset({
 })  # fmt: skip
 ALL_TO_ALL = frozenset({_ops.all_to_all_single.default, _autograd.all_to_all_single.default})
 BROADCAST = frozenset({_ops.broadcast.default, _ops.broadcast_.default})
-STARTS = ALL_GATHER | REDUCE_SCATTER | ALL_REDUCE | ALL_TO_ALL | BROADCAST
+# Messages between two ranks; torch 2.12 has no such operators.
+MESSAGES = frozenset(getattr(_ops, n).default for n in ("isend", "irecv", "batch_p2p_ops") if hasattr(_ops, n))
+STARTS = ALL_GATHER | REDUCE_SCATTER | ALL_REDUCE | ALL_TO_ALL | BROADCAST | MESSAGES
 WAIT = _ops.wait_tensor.default
 
 # Coalesced operators that return new tensors, with the operator that does the same to one tensor.
@@ -299,6 +300,26 @@ def arguments(node: fx.Node, known: Traits) -> Iterator[tuple[str, Any]]:
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """`arguments` of a node, as a dict."""
     return dict(arguments(node, traits(node)))
+
+
+def received(node: fx.Node) -> list[fx.Node | None]:
+    """Of each result of `MESSAGES`, the operand in which it is received; None for one that is sent."""
+    given = named_arguments(node)
+    names, operands = given.get("op_list", [operator_name(node)]), given.get("tensors") or [given["tensor"]]
+    return [x if name.endswith("irecv") else None for name, x in zip(names, operands, strict=True)]
+
+
+def peers_of(node: fx.Node) -> list[str]:
+    """What `MESSAGES` keep their order with: a peer, and of a batch also its group; nothing for other nodes."""
+    if node.target not in MESSAGES:
+        return []
+    given, group = named_arguments(node), group_of(node)
+    batch = given.get("peer_list")
+    return (
+        [f"{group} {given.get('dst', given.get('src'))}"]
+        if batch is None
+        else [group, *(f"{group} {x}" for x in batch)]
+    )
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:
