@@ -72,7 +72,8 @@ class DocumentOrder:
         if self._epoch is None or self._epoch[0] != epoch:
             index = np.arange(self.num_parts)
             if self.seed is not None:
-                index = np.argsort(_scramble(index.astype(np.uint64), self.seed, epoch), kind="stable")
+                # Not a shuffle: numpy keeps the stream of a bit generator from release to release, and that alone.
+                index = np.argsort(np.random.PCG64([self.seed, epoch]).random_raw(self.num_parts), kind="stable")
             self._epoch = (epoch, index, np.concatenate(([0], np.cumsum(self._length[index]))))
         return self._epoch[1], self._epoch[2]
 
@@ -108,19 +109,3 @@ class DocumentOrder:
         epoch, inside = divmod(position, self.epoch_tokens)
         offsets = self._order(epoch)[1]
         return epoch * self.epoch_tokens + int(offsets[np.searchsorted(offsets, inside, side="right") - 1])
-
-
-def _scramble(index: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """Pseudo-random uint64 for each index: SplitMix64 (Steele, Lea, Flood 2014).
-
-    numpy's shuffles may change from release to release, and a resumed run needs the same order.
-    """
-
-    def mix(x: np.ndarray) -> np.ndarray:
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    salt = mix(mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
-    return mix(index + salt)

@@ -5,7 +5,7 @@ A shift after the cut would lose one label a run of tokens, so labels are shifte
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from spanwise.attention.compare import tells_refusals
 from spanwise.attention.rank_plan import RankPlan, check_plan, mesh_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
 from spanwise.batch.contents import seq_dim, tensors_of
-from spanwise.batch.documents import shift, traced_ids
 from spanwise.batch.token_scores import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_batch_dim, check_dim
@@ -154,10 +153,10 @@ def roll(
     if torch.compiler.is_compiling():
         if tree is not None or cu_seqlens is None or not isinstance(plan, RankPlan) or plan.packed:
             raise ValueError("compiled code rolls with a RankPlan and cu_seqlens; call roll outside of it for the rest")
-        ids = traced_ids(cu_seqlens, plan.seq_len if side == "q" else plan.kv_len, x.device)
-        source, inside = shift(ids, shifts)
+        ids = _traced_ids(cu_seqlens, plan.seq_len if side == "q" else plan.kv_len, x.device)
+        source, inside = shifted(ids, shifts)
     elif tree is None:
-        source, inside = shift(_ids(_packings(plan, cu_seqlens, side), side), int(shifts))
+        source, inside = shifted(_ids(_packings(plan, cu_seqlens, side), side), int(shifts))
     else:
         _check_tree(plan, tree, cu_seqlens)
         parents = torch.from_numpy(tree.parent_tokens(int(shifts)))
@@ -166,6 +165,42 @@ def roll(
     full = gather(plan, local, mesh, x, dim, batch_dim, side)
     rolled = _moved(full, source, inside, dim, batch_dim, fill_value)
     return shard(local, mesh, rolled, dim, batch_dim=batch_dim, side=side)
+
+
+def shifted(ids: torch.Tensor, shifts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of token ``i - shifts`` for each token ``i``, and whether it exists in the same document.
+
+    Args:
+        ids: document of each token, int64 ``[rows, seq_len]``.
+
+    Returns:
+        Source int64 ``[seq_len]``, clipped to the sequence; and bool ``[rows, seq_len]``: false where the source does
+        not exist or lies in another document, and where the token is padding.
+    """
+    wanted = torch.arange(ids.shape[1], device=ids.device) - shifts
+    source = wanted.clamp(0, max(ids.shape[1] - 1, 0))
+    return source, (source == wanted) & (ids[:, source] == ids) & (ids >= 0)
+
+
+def _traced_ids(cu_seqlens: Any, seq_len: int, device: torch.device) -> torch.Tensor:
+    """Document of each token in compiled code, int64 ``[rows, seq_len]``, from offsets as `check_offset_rows` takes.
+
+    The host does not read offsets in tensors: wrong ones stop the program when it runs.
+    """
+    if isinstance(cu_seqlens, Sequence):
+        nested = len(cu_seqlens) > 0 and not isinstance(cu_seqlens[0], int)
+    else:
+        nested = len(cu_seqlens.shape) > 1
+    at = torch.arange(seq_len, device=device)
+    ids = []
+    for row in cu_seqlens if nested else [cu_seqlens]:
+        cu = _torch.to_device(torch.as_tensor(row), device)
+        if cu.dim() != 1 or cu.shape[0] == 0 or cu.is_floating_point():
+            raise ValueError(f"cu_seqlens must be integers [number of documents + 1], got {cu.dtype} {tuple(cu.shape)}")
+        good = (cu[0] == 0) & (cu[-1] == seq_len) & (cu[1:] >= cu[:-1]).all()
+        _torch.assert_async(good, f"cu_seqlens must begin with 0, not decrease, and end with {seq_len}")
+        ids.append(torch.bucketize(at, cu, right=True))
+    return torch.stack(ids)
 
 
 def _moved(
@@ -291,7 +326,7 @@ def shard_batch(
     whole = dict(tensors)
     if "labels" in tensors:
         shifts = -1 if shift_labels else 0
-        whole["labels"] = _moved(tensors["labels"], *shift(_ids(packings), shifts), dim, 0, IGNORE_INDEX)
+        whole["labels"] = _moved(tensors["labels"], *shifted(_ids(packings), shifts), dim, 0, IGNORE_INDEX)
     if "position_ids" not in tensors and not counted:
         counts = [packing.positions() for packing in packings] if tree is None else [tree.positions()]
         positions = to_device_of(first, torch.from_numpy(np.stack(counts)))

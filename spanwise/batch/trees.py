@@ -129,30 +129,22 @@ def unshard_edges(edges: TreeEdges, mesh: DeviceMesh | None, x: torch.Tensor, di
     if mesh is not None:
         sizes = ("[tokens of the tree, other dims]", (edges.num_tokens, *x_KF.shape[1:]))
         call = compare_call("unshard_edges", {"dtype": x.dtype}, mesh, [x], sizes=sizes, plan=edges.digest, sums=True)
-    whole_NF = _Unshard.apply(x_KF, edges.targets, edges.num_tokens, mesh, call)
+    whole_NF = x_KF.new_zeros(edges.num_tokens, *x_KF.shape[1:]).index_copy(0, edges.targets, x_KF)
+    if mesh is not None:
+        whole_NF = _SumOverRanks.apply(whole_NF, mesh, call)
     return compare_backward((whole_NF,), call)[0].movedim(0, dim)
 
 
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_KF: torch.Tensor,
-        targets_K: torch.Tensor,
-        num_tokens: int,
-        mesh: DeviceMesh | None,
-        compare: Compare | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(targets_K)
-        ctx.mesh, ctx.dtype = mesh, x_KF.dtype
-        whole_NF = x_KF.new_zeros(num_tokens, *x_KF.shape[1:]).index_copy_(0, targets_K, x_KF)
-        (whole_NF,) = compared((whole_NF,), compare)
-        return whole_NF if mesh is None else failure.all_reduce(whole_NF, "sum", mesh, "values of edges")
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks; the backward sums the gradients of all ranks, in float32 at least."""
 
     @staticmethod
-    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (targets_K,) = ctx.saved_tensors
-        if ctx.mesh is not None:
-            grad_NF = grad_NF.to(torch.promote_types(grad_NF.dtype, torch.float32)).contiguous()
-            grad_NF = failure.all_reduce(grad_NF, "sum", ctx.mesh, "gradients of edges")
-        return grad_NF.index_select(0, targets_K).to(ctx.dtype), None, None, None, None
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, compare: Compare | None) -> torch.Tensor:
+        ctx.mesh, ctx.dtype = mesh, x.dtype
+        (x,) = compared((x,), compare)
+        return failure.all_reduce(x, "sum", mesh, "values of edges")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
+        return failure.all_reduce(grad, "sum", ctx.mesh, "gradients of edges").to(ctx.dtype), None, None

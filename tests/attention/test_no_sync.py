@@ -53,7 +53,6 @@ HOT = [
     "recurrence/shards.py",
     "recurrence/slabs.py",
     "recurrence/tokenwise.py",
-    "batch/documents.py",
     "batch/fused.py",
     "attention/_limits.py",
     "attention/compare.py",
@@ -98,9 +97,8 @@ ON_HOST = {
     "recurrence/_ops.py": {"counts.tolist()", "read_counts.tolist()"},
     "recurrence/slabs.py": {"counts.tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
-    "batch/documents.py": {"torch.as_tensor(row)"},
     "batch/trees.py": {"torch.tensor(list(digest), dtype=torch.uint8)"},
-    "batch/sharding.py": {"int(shifts)"},
+    "batch/sharding.py": {"int(shifts)", "torch.as_tensor(row)"},
     "batch/loss.py": {
         "num_valid.item()",
         "int((labels != IGNORE_INDEX).sum())",

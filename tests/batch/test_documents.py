@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.batch import documents
+from spanwise.batch import sharding
 
 
 @st.composite
@@ -25,7 +25,7 @@ def token_ids(draw: st.DrawFn) -> np.ndarray:
 
 @given(token_ids(), st.integers(-25, 25))
 def test_a_shift_stays_inside_documents(ids: np.ndarray, shifts: int) -> None:
-    source, inside = documents.shift(torch.from_numpy(ids), shifts)
+    source, inside = sharding.shifted(torch.from_numpy(ids), shifts)
     for b, row in enumerate(ids):
         for i, document in enumerate(row):
             there = 0 <= i - shifts < len(row) and document >= 0 and row[i - shifts] == document

@@ -65,15 +65,6 @@ def test_a_plan_takes_the_offsets_of_its_masks(tmp_path) -> None:
     assert spanwise.make_plan(packing.mask(), 2, packing=packing).cu_seqlens is None
 
 
-def test_labels_and_rolls_need_no_offsets() -> None:
-    ids = torch.arange(12)[None]
-    plan = spanwise.make_plan(SpanMask.documents(CU), 1)
-    batch = spanwise.shard_batch({"input_ids": ids, "labels": ids}, plan)
-    assert batch["labels"].tolist() == [[1, 2, 3, 4, -100, 6, 7, 8, 9, 10, 11, -100]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]
-    assert torch.equal(spanwise.roll(ids, -1, plan, fill_value=-100), batch["labels"])
-
-
 @given(documents(), st.integers(1, 12), st.booleans(), st.sampled_from([None, (2, 0), (1, 3)]))
 def test_chunks_count_from_the_start_of_each_document(cu: list[int], chunk: int, causal: bool, window) -> None:
     mask = SpanMask.documents(cu, chunk=chunk, causal=causal, window=window)
@@ -81,12 +72,6 @@ def test_chunks_count_from_the_start_of_each_document(cu: list[int], chunk: int,
     position = Packing(cu).positions() // chunk
     assert np.array_equal(mask.dense()[0], plain & (position[:, None] == position[None]))
     assert offsets(mask) == [cu]
-
-
-def test_bad_chunks() -> None:
-    for chunk in (0, -3):
-        with pytest.raises(ValueError, match=f"chunk must be at least 1, got {chunk}"):
-            SpanMask.documents(CU, chunk=chunk)
 
 
 @given(documents(), st.integers(1, 5), st.sampled_from([None, 3]))

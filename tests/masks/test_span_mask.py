@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import subprocess
 import sys
 
@@ -157,13 +155,6 @@ def test_equal_masks_compare_hash_and_digest_equal():
     assert SpanMask.documents([0, 4, 9]).digest().hex() == "e245d723183b225863b400fe3b4ccf5b"
 
 
-@pytest.mark.parametrize("again", [lambda m: pickle.loads(pickle.dumps(m)), copy.copy, copy.deepcopy])
-def test_copies_are_equal_and_read_only(again):
-    mask = SpanMask.shared_prefix(3, [2, 4])
-    assert again(mask) == mask
-    assert not again(mask).start.flags.writeable
-
-
 def test_repr_is_short():
     assert repr(SpanMask.causal(9)) == "SpanMask(9 queries x 9 keys, up to 1 span a row, 55.6% filled)"
     two = SpanMask.stack([SpanMask.shared_prefix(1, [1, 1])] * 2)
@@ -171,22 +162,6 @@ def test_repr_is_short():
 
 
 # ---------------------------------------------------------------- methods
-
-
-def test_stack_and_row():
-    masks = [SpanMask.causal(7), SpanMask.shared_prefix(2, [2, 3]), SpanMask.sliding_window(7, 1)]
-    batched = SpanMask.stack(masks)
-    assert (batched.batch_size, batched.num_spans) == (3, 2)
-    np.testing.assert_array_equal(batched.dense(), np.concatenate([m.dense() for m in masks]))
-    assert [batched.row(b) for b in range(3)] == masks
-    assert SpanMask.stack([batched, masks[0]]).row(3) == masks[0]
-    assert batched == SpanMask(batched.start, batched.end, 7)
-    with pytest.raises(ValueError, match=r"batch row must be in \[0, 3\), got 3"):
-        batched.row(3)
-    with pytest.raises(ValueError, match=r"\(3, 3\), \(7, 7\)"):
-        SpanMask.stack([masks[0], SpanMask.causal(3)])
-    with pytest.raises(ValueError, match="at least one"):
-        SpanMask.stack([])
 
 
 def test_a_block_is_full_where_all_its_cells_that_exist_are_read():
@@ -271,6 +246,9 @@ def test_numpy_is_enough():
             lambda: SpanMask.stack([SpanMask.causal(8)] * 2) & SpanMask.stack([SpanMask.causal(8)] * 3),
             "equal batch sizes, or one of them 1, got 2 and 3",
         ),
+        (lambda: SpanMask.causal(8).row(1), r"batch row must be in \[0, 1\), got 1"),
+        (lambda: SpanMask.stack([SpanMask.causal(7), SpanMask.causal(3)]), r"\(3, 3\), \(7, 7\)"),
+        (lambda: SpanMask.stack([]), "at least one"),
         (lambda: SpanMask.causal(8).block_counts(0), "block_size must be at least 1, got 0"),
         (lambda: SpanMask.causal(8).select([[0, 9]], [[0, 8]]), r"q_runs .* inside \[0, 8\), but run 0 is \[0, 9\]"),
         (lambda: SpanMask.causal(8).select([[0, 8]], [[4, 6], [5, 8]]), r"run 1 is \[5, 8\] after \[4, 6\]"),

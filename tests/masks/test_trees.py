@@ -73,17 +73,6 @@ def test_named_masks_are_trees():
     assert SpanMask.tree([], []).q_len == 0
 
 
-def test_spans_of_a_row_are_the_ancestors_that_the_next_one_does_not_follow():
-    # Node 1 lies between each node of the path 0, 2, 4 and the next.
-    mask = SpanMask.tree([-1, 0, 0, 2, 2], [2, 1, 2, 1, 1])
-    assert mask.num_spans == 3
-    assert list(zip(mask.start[0, :, -1].tolist(), mask.end[0, :, -1].tolist(), strict=True)) == [
-        (0, 2),
-        (3, 5),
-        (6, 7),
-    ]
-
-
 @pytest.mark.parametrize(
     ("parents", "lengths", "message"),
     [
@@ -102,11 +91,6 @@ def test_spans_of_a_row_are_the_ancestors_that_the_next_one_does_not_follow():
 def test_what_is_refused(parents, lengths, message):
     with pytest.raises(ValueError, match=message):
         SpanMask.tree(parents, lengths)
-
-
-def test_a_window_is_not_negative():
-    with pytest.raises(ValueError, match="window must be between 0 and .* got -1"):
-        SpanMask.tree([-1], [3], window=-1)
 
 
 def test_too_many_spans_are_refused_before_memory_is_taken():

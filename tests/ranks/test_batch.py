@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import spanwise
 from spanwise import SpanMask
 from spanwise.attention.rank_plan import build
-from spanwise.layouts.packing import Packing
 from tests.ranks.harness import run_ranks
 
 LENGTH = 45
@@ -69,13 +68,6 @@ def test_shard_of_pytrees_integers_and_buffers_without_batch() -> None:
         plan.shard(torch.zeros(2, 44), 0)
 
 
-def test_integers_survive_unshard() -> None:
-    plan = plan_for(3)
-    x = torch.arange(2 * LENGTH).reshape(2, LENGTH)
-    for full in run_ranks(3, lambda rank, mesh: spanwise.unshard(plan, mesh, spanwise.shard(plan, mesh, x))):
-        assert torch.equal(full, x)
-
-
 @pytest.mark.parametrize("shifts", [-1, -3, 2, 0])
 @pytest.mark.parametrize("batched", [False, True])
 def test_roll_stays_inside_documents(shifts: int, batched: bool) -> None:
@@ -95,24 +87,6 @@ def test_roll_stays_inside_documents(shifts: int, batched: bool) -> None:
 
     for rank, got in enumerate(run_ranks(4, on_rank)):
         assert torch.equal(got, plan.shard(expected, rank))
-
-
-def test_roll_gradient() -> None:
-    plan = plan_for(3)
-    x = torch.randn(2, LENGTH, dtype=torch.float64)
-    weights = torch.randn(2, LENGTH, dtype=torch.float64)
-    same = torch.from_numpy(Packing(CU).sequence_ids())
-    expected = torch.zeros_like(x)  # token i feeds token i - 1 of its document
-    keep = same[1:] == same[:-1]
-    expected[:, 1:] = torch.where(keep, weights[:, :-1], 0.0)
-
-    def on_rank(rank: int, mesh: object) -> torch.Tensor:
-        local = spanwise.shard(plan, mesh, x).requires_grad_()
-        (spanwise.roll(local, -1, plan, mesh, CU) * spanwise.shard(plan, mesh, weights)).sum().backward()
-        return local.grad
-
-    for rank, grad in enumerate(run_ranks(3, on_rank)):
-        torch.testing.assert_close(grad, plan.shard(expected, rank))
 
 
 def test_labels_are_shifted_before_the_cut() -> None:
@@ -210,16 +184,6 @@ def test_loss_is_the_mean_over_all_valid_tokens(num_ranks: int, micro_batches: i
     for total, _ in results:
         assert total == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(sum(grad for _, grad in results) / num_ranks, reference.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_the_number_of_valid_tokens_is_a_number_or_a_tensor() -> None:
-    logits, labels = torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 4, -100, 2, 1, 3])
-    expected = F.cross_entropy(logits, labels, reduction="sum") / 8
-    for num_valid in (8, 8.0, np.int64(8), torch.tensor(8), torch.tensor(8.0)):
-        torch.testing.assert_close(spanwise.cross_entropy(logits, labels, None, num_valid=num_valid), expected)
-    for wrong in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"num_valid must be a number of tokens, got {wrong}"):
-            spanwise.cross_entropy(logits, labels, None, num_valid=wrong)
 
 
 def test_loss_without_any_valid_token_is_zero() -> None:

@@ -135,27 +135,3 @@ def test_dtensors_are_refused() -> None:
         assert counted.get_total_counts() == 0
 
     run_ranks(2, on_rank)
-
-
-def test_errors() -> None:
-    plan = spanwise.make_plan(spanwise.SpanMask.causal(8), 1)
-    route = recurrence.recurrence_route(plan)
-    x, weight = torch.zeros(1, 8, 2), torch.zeros(2, 4)
-    assert recurrence.causal_conv(x, weight.unsqueeze(1), None, route).shape == x.shape
-    with pytest.raises(ValueError, match="route must come from recurrence_route"):
-        recurrence.causal_conv(x, weight, None, plan)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="conv_width=5"):
-        recurrence.causal_conv(x, torch.zeros(2, 5), None, route)
-    with pytest.raises(ValueError, match="activation must be"):
-        recurrence.causal_conv(x, weight, None, route, "relu")
-    with pytest.raises(ValueError, match="needs x"):
-        recurrence.causal_conv(x, torch.zeros(3, 4), None, route)
-    with pytest.raises(ValueError, match="bias must have shape"):
-        recurrence.causal_conv(x, weight, torch.zeros(3), route)
-    with pytest.raises(ValueError, match="8 tokens"):
-        recurrence.causal_conv(x[:, :7], weight, None, route)
-    with pytest.raises(ValueError, match="floating-point"):
-        recurrence.causal_conv(x.long(), weight, None, route)
-    out = recurrence.causal_conv(x.requires_grad_(), weight, None, route)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)

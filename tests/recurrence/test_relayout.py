@@ -80,18 +80,6 @@ def test_integers_move_too() -> None:
         assert torch.equal(moved, plans[1].shard(ids, rank))
 
 
-def test_there_and_back() -> None:
-    plans = [_plan(33, 4, "local"), _plan(33, 4, "contiguous")]
-    x = torch.randn(1, 33, 4)
-
-    def on_rank(rank: int, mesh: Any) -> bool:
-        mine = plans[0].shard(x, rank)
-        there, back = (spanwise.relayout_route(*p, mesh) for p in (plans, plans[::-1]))
-        return torch.equal(spanwise.relayout(spanwise.relayout(mine, there), back), mine)
-
-    assert all(run_ranks(4, on_rank))
-
-
 def _bytes_moved(rank: int, mesh: Any, plans: Any) -> tuple[int, int]:
     way = spanwise.relayout_route(*plans, mesh)
     sent = way.step.sizes[: mesh.size()]
@@ -121,37 +109,3 @@ def test_processes(gloo_pool: GlooPool, compiled: bool) -> None:
     for rank, (moved, grad) in enumerate(gloo_pool.run(3, _on_process, plans, x, compiled)):
         assert torch.equal(moved, plans[1].shard(x, rank))
         assert torch.equal(grad, plans[0].shard(x, rank))
-
-
-def _different_dtypes(rank: int, mesh: Any, plans: Any) -> None:
-    x = torch.randn(1, 20, 4, dtype=torch.float64 if rank else torch.float32)
-    spanwise.relayout(plans[0].shard(x, rank), *plans, mesh)
-
-
-def test_ranks_that_disagree(gloo_pool: GlooPool) -> None:
-    plans = [_plan(20, 2, "head_tail"), _plan(20, 2, "contiguous")]
-    with pytest.raises(spanwise.MismatchError, match="relayout"):
-        gloo_pool.run(2, _different_dtypes, plans)
-
-
-def test_errors() -> None:
-    plans = [_plan(20, 2, "head_tail"), _plan(20, 2, "contiguous")]
-    x = torch.zeros(1, 10, 2)
-    with pytest.raises(ValueError, match="needs their mesh"):
-        spanwise.relayout(x, *plans)
-    with pytest.raises(ValueError, match=r"from_plan has .* = \(20, 2\), to_plan \(21, 2\)"):
-        spanwise.relayout(x, plans[0], _plan(21, 2, "contiguous"))
-    with pytest.raises(ValueError, match="needs to_plan"):
-        spanwise.relayout(x, plans[0])
-
-    def wrong_shape(rank: int, mesh: Any) -> None:
-        spanwise.relayout(torch.zeros(1, 20, 2), *plans, mesh)
-
-    with pytest.raises(ValueError, match=r"must have rank \d's 10 tokens"):
-        run_ranks(2, wrong_shape)
-
-    def twice(rank: int, mesh: Any) -> None:
-        spanwise.relayout(x, spanwise.relayout_route(*plans, mesh), plans[1])
-
-    with pytest.raises(ValueError, match="holds both plans"):
-        run_ranks(2, twice)
