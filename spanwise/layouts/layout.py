@@ -224,8 +224,8 @@ class Layout:
         """
         pieces = self.pieces(row)
         pieces = pieces[np.argsort(pieces[:, 1], kind="stable")]
-        run, both = overlaps(runs, pieces[:, 1:])
-        return run, pieces[np.searchsorted(pieces[:, 1], both[:, 0], side="right") - 1, 0], both
+        run, piece, both = overlaps(runs, pieces[:, 1:])
+        return run, pieces[piece, 0], both
 
     def rearrange_indices(self) -> torch.Tensor:
         """Positions of rank 0's tokens, then rank 1's, …: int64 ``[batch_size, seq_len]`` on the CPU.

@@ -43,14 +43,15 @@ def subtract_runs(runs: Int64, minus: Int64) -> Int64:
     return np.stack([left[first], right[last]], axis=1)
 
 
-def overlaps(runs: Int64, other: Int64) -> tuple[Int64, Int64]:
+def overlaps(runs: Int64, other: Int64) -> tuple[Int64, Int64, Int64]:
     """Overlaps of runs ``[n, 2]`` in any order with ascending, disjoint ones.
 
     Returns:
-        For each overlap the index of the run, int64 ``[m]``, and the tokens in both, ``[m, 2]``; by run, ascending.
+        For each overlap the index of the run and of the other one, int64 ``[m]``, and the tokens in both, ``[m, 2]``;
+        by run, ascending.
 
     >>> overlaps(np.array([[4, 9], [0, 2]]), np.array([[1, 5], [7, 8]]))
-    (array([0, 0, 1]), array([[4, 5],
+    (array([0, 0, 1]), array([0, 1, 0]), array([[4, 5],
            [7, 8],
            [1, 2]]))
     """
@@ -58,9 +59,9 @@ def overlaps(runs: Int64, other: Int64) -> tuple[Int64, Int64]:
     last = np.searchsorted(other[:, 0], runs[:, 1], side="left")
     count = np.maximum(last - first, 0)
     run = np.repeat(np.arange(len(runs)), count)
-    met = other[ragged_arange(np.column_stack([first, first + count]))]
-    both = np.column_stack([np.maximum(met[:, 0], runs[run, 0]), np.minimum(met[:, 1], runs[run, 1])])
-    return run, both
+    index = ragged_arange(np.column_stack([first, first + count]))
+    start, stop = np.maximum(other[index, 0], runs[run, 0]), np.minimum(other[index, 1], runs[run, 1])
+    return run, index, np.column_stack([start, stop])
 
 
 def places_in(runs: Int64, held: Int64, place: Int64) -> Int64:
@@ -76,6 +77,5 @@ def places_in(runs: Int64, held: Int64, place: Int64) -> Int64:
            [12, 13],
            [ 0,  2]])
     """
-    _, both = overlaps(runs, held)
-    at = np.searchsorted(held[:, 0], both[:, 0], side="right") - 1
+    _, at, both = overlaps(runs, held)
     return both + (place - held[:, 0])[at, None]

@@ -21,7 +21,7 @@ import numpy as np
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.traffic import row_of
 from spanwise.masks.arrays import Int64
-from spanwise.routes.route import RouteProblem, Tables, pair_tokens
+from spanwise.routes.route import RouteProblem, Tables, add_pairs
 
 
 class Moves(NamedTuple):
@@ -60,11 +60,6 @@ class _Pieces(NamedTuple):
         piece, place = np.nonzero(self.reads)
         return piece, self.host[piece] * self.reads.shape[1] + place
 
-    def tokens_from(self, sender: Int64, size: int) -> Int64:
-        """Tokens by pair of `size` groups, if each piece goes from its `sender` to each group that reads it."""
-        piece, receiver = self.readers()
-        return pair_tokens(receiver, sender[piece], self.tokens[piece], size)
-
     def moves(self, sender: Int64, row: int) -> Int64:
         """Moves ``[m, 5]`` of every piece of a batch row from its `sender` to each group that reads it."""
         piece, receiver = self.readers()
@@ -83,11 +78,11 @@ def moves(problem: RouteProblem) -> Moves:
 
 def count(problem: RouteProblem) -> Tables:
     """Tokens of `moves` by pair of groups, without them."""
-    size = problem.num_groups
-    direct, passed = np.zeros((2, size, size), np.int64)
+    direct, passed = np.zeros((2, problem.num_groups, problem.num_groups), np.int64)
     for near, far, others, relay in _rows(problem):
-        direct += near.tokens_from(near.owner, size) + pair_tokens(relay, far.owner, far.tokens, size)
-        passed += others.tokens_from(relay, size)
+        for table, pieces, sender in ((direct, near, near.owner), (direct, far, far.owner), (passed, others, relay)):
+            piece, receiver = pieces.readers()
+            add_pairs(table, receiver, sender[piece], pieces.tokens[piece])
     return [(-1, direct), (0, passed)]
 
 
@@ -125,10 +120,10 @@ def _relayed(pieces: _Pieces, load: Int64) -> tuple[_Pieces, Int64]:
     if len(pieces.host) == 0:
         return pieces, pieces.owner
     # Kinds: the same host, and the same groups of it that read. One after the other, as positions of one line.
-    readers = np.unique(np.packbits(pieces.reads, axis=1), axis=0, return_inverse=True)[1].ravel()
-    kind = pieces.host * (readers.max() + 1) + readers
-    pieces = pieces.of(np.argsort(kind, kind="stable"))
-    _, first = np.unique(np.sort(kind), return_index=True)
+    kind = np.column_stack([pieces.host, np.packbits(pieces.reads, axis=1)])
+    order = np.lexsort(kind.T[::-1])
+    pieces, kind = pieces.of(order), kind[order]
+    first = np.flatnonzero(np.append(True, (kind[1:] != kind[:-1]).any(axis=1)))
     amount = np.add.reduceat(pieces.tokens, first)
     cuts = np.cumsum(_shares(pieces.host[first], pieces.reads[first], amount, load))
     begin = np.cumsum(pieces.tokens) - pieces.tokens

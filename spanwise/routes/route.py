@@ -139,7 +139,7 @@ class Route:
                 np.fill_diagonal(table, 0)
             else:
                 _, receiver, sender, start, stop = step.moves.T
-                table += pair_tokens(receiver, sender, stop - start, self.num_groups)
+                add_pairs(table, receiver, sender, stop - start)
         return found * (self.batch_size // self.rows)
 
     @functools.cached_property
@@ -241,9 +241,9 @@ class Route:
         return found
 
 
-def pair_tokens(receiver: Int64, sender: Int64, tokens: Int64, size: int) -> Int64:
-    """Tokens of moves by pair of `size` groups; int64 ``[receivers, senders]``."""
-    return np.bincount(receiver * size + sender, tokens, size * size).astype(np.int64).reshape(size, size)
+def add_pairs(table: Int64, receiver: Int64, sender: Int64, tokens: Int64) -> None:
+    """Adds the tokens of moves to a table ``[receivers, senders]``."""
+    np.add.at(table.reshape(-1), receiver * len(table) + sender, tokens)
 
 
 def read_pairs(needs: Needs, layout: Layout) -> Int64:
@@ -252,7 +252,7 @@ def read_pairs(needs: Needs, layout: Layout) -> Int64:
     for row, runs_of in enumerate(needs):
         reader = np.repeat(np.arange(len(runs_of)), [len(runs) for runs in runs_of])
         run, owner, both = layout.owners_of(np.concatenate(runs_of), row_of(layout, row))
-        total += pair_tokens(reader[run], owner, both[:, 1] - both[:, 0], layout.num_ranks)
+        add_pairs(total, reader[run], owner, both[:, 1] - both[:, 0])
     return total
 
 
