@@ -12,8 +12,8 @@ from plan import document_offsets
 import spanwise
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
+from spanwise.planning.costs import kv_token_bytes
 from spanwise.planning.heads import trades
-from spanwise.planning.memory import kv_token_bytes
 
 HEADS, HEAD_DIM = 8, 64
 RESULTS = ("out", "dq", "dk", "dv")

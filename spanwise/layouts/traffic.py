@@ -62,12 +62,13 @@ def pairs_over(mask: SpanMask, layout: Layout, keys: list[Int64], batch_size: in
     return total
 
 
-def needs(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Needs:
-    """K/V runs that each group reads and does not hold, ascending, for each batch row."""
+def needs(mask: SpanMask, layout: Layout, kv_layout: Layout) -> Needs:
+    """K/V runs that each group reads and does not hold, ascending, for each batch row; see `num_rows`."""
+    rows = range(num_rows(mask, layout))
     if layout.num_ranks == 1:
-        return [[np.empty((0, 2), np.int64)] for _ in range(batch_size)]
+        return [[np.empty((0, 2), np.int64)] for _ in rows]
     found, stride = [], kv_layout.seq_len + 1  # all groups on one line: one merge and one difference serve them
-    for row in range(batch_size):
+    for row in rows:
         pieces, keys = layout.pieces(row_of(layout, row)), kv_layout.pieces(row_of(kv_layout, row))
         read = even_runs.keys_read(mask.even_runs(row_of(mask, row)), pieces[:, 1:], pieces[:, 0], stride)
         missing = subtract_runs(read, keys[:, 1:] + keys[:, :1] * stride)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from spanwise.overlap.explain.units import seconds as as_text
-from spanwise.planning import memory
+from spanwise.planning import costs
 from spanwise.planning.candidate import Candidate
 from spanwise.planning.plan import Plan
 
 _TOLERANCE = 0.05  # predictions are not more exact
 _AS_FAST = 1.002  # of searched layouts within this of the fastest the one that receives least
 _SAVED = 0.7  # skip a baseline if a plan as fast receives at most this share of its tokens
+_HIDDEN = 0.02  # where the exchange adds less to a step, no further chunks: with 0.05 a step grew by up to 4 %
 _EXPOSED = 0.5  # an exchange that takes more than this share of a balanced forward's compute bounds the step
 # Shape that "auto" assumes where the caller gives none: Llama 3 8B's attention, four query heads a K/V head.
 _NOMINAL_KV_HEADS, _NOMINAL_DIM = 8, 128
@@ -38,6 +39,17 @@ def exchange_bound(plans: list[Plan]) -> bool:
     return least.seconds["exchange_forward"] > _EXPOSED * least.seconds["compute_forward"] / least.imbalance
 
 
+def is_searched(plan: Plan) -> bool:
+    """Whether the layout is one for little traffic, not by a rule that knows no mask."""
+    return "local" in plan.balancer
+
+
+def is_hidden(plan: Plan) -> bool:
+    """Whether the exchange of a priced plan adds next to nothing to the step."""
+    seconds = plan.candidates[0].seconds
+    return seconds["exposed_forward"] + seconds["exposed_backward"] <= _HIDDEN * seconds["total"]
+
+
 def fastest(plans: list[Plan]) -> Plan:
     """The simplest plan within the tolerance of the fastest, with the reason; `plans` are sorted, simplest first."""
     plans = [priced(plan) for plan in plans]
@@ -49,22 +61,22 @@ def fastest(plans: list[Plan]) -> Plan:
     simple = (i for i in fast if not plans[i].kv_exchange.everything or candidates[i].recv_mean < limit)
     chosen = next(simple, fast[0])
     if (kind := _kind(plans[chosen])) is not None:  # none of these layouts is simpler than another
-        alike = [i for i in fast if _kind(plans[i]) == kind]
+        alike = [i for i in fast if _kind(plans[i]) == kind and plans[i].stages <= plans[chosen].stages]
         limit = min(seconds[i] for i in alike) * _AS_FAST
         chosen = min((i for i in alike if seconds[i] <= limit), key=lambda i: candidates[i].recv_mean)
     reason = _reason(plans, seconds, chosen)
     return plans[chosen].replace(reason=reason, candidates=tuple(candidates))
 
 
-def _kind(plan: Plan) -> tuple[str, int, bool] | None:
-    """What searched layouts of equally simple plans share; None of a layout by rule."""
-    return (plan.exchange, plan.stages, plan.relayout) if "local" in plan.balancer else None
+def _kind(plan: Plan) -> tuple[str, bool] | None:
+    """What searched layouts of equally simple plans share, with as many chunks; None of a layout by rule."""
+    return (plan.exchange, plan.relayout) if is_searched(plan) else None
 
 
 def _reason(plans: list[Plan], seconds: list[float], chosen: int) -> str:
     """The reason of `chosen`, with the best of the plain plans: a baseline exchange and no searched layout."""
     plan = plans[chosen]
-    plain = [i for i, x in enumerate(plans) if "local" not in x.balancer and x.kv_exchange.everything]
+    plain = [i for i, x in enumerate(plans) if not is_searched(x) and x.kv_exchange.everything]
     usual = min(plain, key=lambda i: seconds[i], default=0)
     others = [i for i in range(len(plans)) if i not in plain]
     kinds = "attention and recurrent layers" if plan.recurrences else "attention"
@@ -107,7 +119,7 @@ def priced(plan: Plan) -> Plan:
     imbalance = float(work.max() / work.mean()) if work.any() else 1.0
     candidate = Candidate(
         plan.balancer, plan.exchange, plan.stages, imbalance, float(recv.mean()), float(recv.max()),
-        memory.held(nominal), nominal.predict(), plan.relayout,
+        costs.held(nominal), costs.predict(nominal), plan.relayout,
     )  # fmt: skip
     return plan.replace(candidates=(candidate,))
 

@@ -9,10 +9,8 @@ from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.explain.units import num_bytes
 from spanwise.overlap.explain.units import seconds as as_text
-from spanwise.planning import documents, network, recurrent
-from spanwise.planning.memory import kv_token_bytes
+from spanwise.planning import costs, documents, recurrent
 from spanwise.planning.plan_data import PlanData
-from spanwise.planning.predict import predict
 
 
 def describe_exchange(plan: PlanData) -> str:
@@ -39,12 +37,12 @@ def explain(plan: PlanData, tree: TokenTree | None = None) -> str:
             f"mask {name!r} (weight {plan.weights[name]:g}): work {work.mean():,.0f} pairs a rank, imbalance "
             f"{plan.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens, reads {needed.mean():,.0f}"
         )
-        if network.host_size(plan) is not None:
+        if costs.host_size(plan) is not None:
             lines.append(f"  {describe_hosts(plan, name)}")
     lines += _recurrent(plan)
     lines += saved
     if plan.num_q_heads and plan.num_kv_heads and plan.head_dim:
-        parts = ", ".join(f"{part} {as_text(seconds)}" for part, seconds in predict(plan).items())
+        parts = ", ".join(f"{part} {as_text(seconds)}" for part, seconds in costs.predict(plan).items())
         lines.append(f"predicted on {plan.hardware.name}: {parts}")
     for tried in plan.candidates:
         lines.append(
@@ -64,12 +62,12 @@ def describe_hosts(plan: PlanData, mask: str) -> str:
     >>> describe_hosts(plan, "default").split(";")[0]
     'hosts of 8 ranks: 93.3% of the K/V tokens stay inside'
     """
-    moved = network.host_traffic(plan, mask)
+    moved = costs.host_traffic(plan, mask)
     share = moved.inside / max(moved.inside + moved.between, 1)
     between, once = (count / plan.num_ranks for count in moved[2:])
     said = f"hosts of {moved.host_size} ranks: {share:.1%} of the K/V tokens stay inside; {between:,.0f} a rank cross"
     if plan.num_q_heads and plan.head_dim:
-        said += f" ({num_bytes(between * float(kv_token_bytes(plan).mean()))})"
+        said += f" ({num_bytes(between * float(costs.kv_token_bytes(plan).mean()))})"
     if plan.kv_exchange.by_host:
         return f"{said}, each once a host"
     return f"{said}; {once:,.0f} if a token entered a host once"

@@ -21,7 +21,7 @@ from spanwise.layouts.spread import Spread
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.checks import check_lengths, check_positive
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import memory
+from spanwise.planning import costs
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
@@ -224,7 +224,7 @@ def grid_of(dp: int, cp: int, assignment: str, plans: list[Plan | None], linear_
     return Grid(
         dp, cp, assignment, work.ravel(), tokens.ravel().astype(np.int64), attention.ravel(), linear.ravel(),
         exposed.ravel(), received.ravel(), from_hosts.ravel(),
-        max((memory.held(plan) for plan in plans if plan is not None), default=0),
+        max((costs.held(plan) for plan in plans if plan is not None), default=0),
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _host_bytes(plan: Plan, mask: str, first: int) -> Float64:
         return np.zeros(plan.num_ranks)
     host = (first + np.arange(plan.num_ranks)) // size
     crossing = np.where(host[:, None] != host, plan.traffic(mask), 0).sum(axis=1)
-    return crossing * memory.kv_token_bytes(plan).astype(np.float64)
+    return crossing * costs.kv_token_bytes(plan).astype(np.float64)
 
 
 def _imbalance(values: Float64 | Int64) -> float:

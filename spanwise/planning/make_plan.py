@@ -101,7 +101,8 @@ def make_plan(
     "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail, local, and documents spread without
     a search. "local" is a search up to 32 ranks, else documents spread over ranks; where there are hosts, or over hosts
     and their ranks, whichever is faster. Where the caller asks for all_gather, lpt instead of local, because locality
-    gains nothing there. Exchanges: all_gather; needed in 1, 2 or 4 chunks; hierarchical, if the ranks are on several
+    gains nothing there. Exchanges: all_gather, but not with local; needed in 1, 2 or 4 chunks, as long as there is
+    an exchange left to hide; hierarchical, if the ranks are on several
     hosts of `hardware`; Ulysses, if the number of heads is given and divides; under a `memory_budget` the ring, which
     is never the fastest. The simplest within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` show the
     comparison. `torch.compile` makes one graph for each exchange and number of chunks: name `exchange` and `stages`
@@ -197,17 +198,24 @@ class _Ways:
 def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
     """The plan with every exchange and number of chunks that were left open, simplest first; priced, if several."""
     exchanges, stages = request.exchanges(), request.stages
+    if len(exchanges) > 1 and choice.is_searched(plan):  # where all K/V travel, locality gains nothing
+        exchanges = [each for each in exchanges if not each.everything]
     if plan.num_groups == 1:  # nothing travels between groups
         named = EXCHANGES["ulysses"] if plan.inner > 1 else request.exchange or plan.kv_exchange
         return recurrent.variants([plan.replace(kv_exchange=named, keep_kv=request.keeps_kv(named))])
-    counts = [(exchange, count) for exchange in exchanges for count in exchange.counts(stages)]
-    if len(counts) > 1:
+    several = len(exchanges) > 1 or len(exchanges[0].counts(stages)) > 1
+    if several:
         plan.count()  # once for all variants
     found = []
-    for exchange, count in counts:
-        variant = plan.replace(kv_exchange=exchange, keep_kv=request.keeps_kv(exchange), stages=count)
-        # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
-        if count in (1, stages) or count in map(variant.num_chunks, variant.masks):
-            variants = recurrent.variants([variant])
-            found += [choice.priced(x) for x in variants] if len(counts) > 1 else variants
+    for exchange in exchanges:
+        for count in exchange.counts(stages):
+            variant = plan.replace(kv_exchange=exchange, keep_kv=request.keeps_kv(exchange), stages=count)
+            # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
+            if count not in (1, stages) and count not in map(variant.num_chunks, variant.masks):
+                continue
+            variants = recurrent.variants([variant]) if request.recurrences else [variant]
+            found += [choice.priced(x) for x in variants] if several else variants
+            # Further chunks hide more of the exchange, and there is next to nothing left to hide.
+            if several and not request.budget and choice.is_hidden(found[-1]):
+                break
     return found

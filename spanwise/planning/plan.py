@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from spanwise.layouts.packing import Side
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.arrays import Int64
-from spanwise.planning import explain, files, memory, network, predict, recurrent
+from spanwise.planning import costs, explain, files, recurrent
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.timeline import Timeline
-from spanwise.routes.exchanges import resolve
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +49,7 @@ class Plan(PlanData):
         >>> plan.recv_bytes().tolist()  # 100 keys; K and V, 2 heads of 64, 2 bytes each
         [0, 51200]
         """
-        return memory.received(self, mask)
+        return costs.received(self, mask)
 
     def resident_bytes(self, mask: str = "default") -> Int64:
         """Most bytes that each rank holds for the exchange in a layer's forward, in addition to its shards; int64.
@@ -69,11 +68,11 @@ class Plan(PlanData):
         >>> (plan.resident_bytes() / plan.recv_bytes().max()).tolist(), plan.saved_bytes().tolist()
         ([2.0, 2.0], [0, 1048576])
         """
-        return memory.resident_and_saved(self, mask)[0]
+        return costs.resident_and_saved(self, mask)[0]
 
     def saved_bytes(self, mask: str = "default") -> Int64:
         """Bytes of `resident_bytes` that a layer keeps for its backward, int64."""
-        return memory.resident_and_saved(self, mask, "saved_bytes()")[1]
+        return costs.resident_and_saved(self, mask, "saved_bytes()")[1]
 
     def predict(self) -> dict[str, float]:
         """Predicted seconds of attention in one step (forward and backward), all masks by weight, on `hardware`.
@@ -93,7 +92,7 @@ class Plan(PlanData):
         >>> 0 < seconds["compute_forward"] < seconds["compute_backward"] < seconds["total"]
         True
         """
-        return predict.predict(self)
+        return costs.predict(self)
 
     def timeline(self, mask: str = "default") -> Timeline:
         """Predicted times of compute and collectives of each rank in one layer that uses ``mask``.
@@ -105,9 +104,9 @@ class Plan(PlanData):
         >>> plan.timeline().forward.names
         ('pack', 'local attention', 'attention, chunk 1')
         """
-        return predict.simulate(self, mask)
+        return costs.simulate(self, mask)
 
-    def host_traffic(self, mask: str = "default", host_size: int | None = None) -> network.HostTraffic:
+    def host_traffic(self, mask: str = "default", host_size: int | None = None) -> costs.HostTraffic:
         """K/V tokens that stay inside hosts and that cross between them in a forward, all ranks together.
 
         Args:
@@ -122,7 +121,7 @@ class Plan(PlanData):
         >>> plan.host_traffic(host_size=2)
         HostTraffic(host_size=2, inside=212, between=256, once=256)
         """
-        return network.host_traffic(self, mask, host_size)
+        return costs.host_traffic(self, mask, host_size)
 
     def recurrent(self) -> Plan:
         """The plan in whose layout recurrent layers run: itself, or with `relayout` one with a contiguous layout.
@@ -196,18 +195,6 @@ class Plan(PlanData):
         from spanwise.attention import tokens
 
         return tokens.shard_for_rank(self, rank, x, dim=dim, batch_dim=batch_dim, side=side)
-
-    def replace(self, **changes: Any) -> Plan:
-        """The plan with other fields; ``exchange`` is as in `make_plan`. Areas and traffic are kept if they may.
-
-        >>> import spanwise
-        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(512), num_ranks=2, exchange="needed")
-        >>> plan.replace(exchange="ring").exchange
-        'ring'
-        """
-        if "exchange" in changes:
-            changes["kv_exchange"] = resolve(changes.pop("exchange"))
-        return super().replace(**changes)
 
     def __repr__(self) -> str:
         return (

@@ -26,7 +26,7 @@ from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.candidate import Candidate
 from spanwise.planning.recurrence import Recurrence
-from spanwise.routes.exchanges import EXCHANGES, Exchange, route_of
+from spanwise.routes.exchanges import EXCHANGES, Exchange, resolve, route_of
 from spanwise.routes.route import Route, RouteProblem, read_pairs
 
 PlanT = TypeVar("PlanT", bound="PlanData")
@@ -152,9 +152,8 @@ class PlanData:
         """Who sends which keys to whom, in which steps; computed once for this object."""
         if mask not in self._routes:
             self.mask(mask)
-            rows = self._needs[mask][: traffic.num_rows(self.masks[mask], self.layout)]
             problem = RouteProblem(
-                rows, self._pairs[mask], self.kv_groups, self.stages, self.block_size, self.host_groups
+                self._needs[mask], self._pairs[mask], self.kv_groups, self.stages, self.block_size, self.host_groups
             )
             self._routes[mask] = route_of(self.kv_exchange, problem, self.batch_size)
         return self._routes[mask]
@@ -211,12 +210,14 @@ class PlanData:
         array([[2, 4]])
         """
         self.mask(mask)
-        return self._needs[mask][row][rank // self.inner]
+        rows = self._needs[mask]
+        return rows[row if len(rows) > 1 else 0][rank // self.inner]
 
     @functools.cached_property
     def _needs(self) -> dict[str, traffic.Needs]:
+        """Of the batch rows that differ in mask or layout; a single row serves all."""
         layouts = self.groups, self.kv_groups
-        return {name: traffic.needs(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
+        return {name: traffic.needs(mask, *layouts) for name, mask in self.masks.items()}
 
     def needed_tokens(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank reads and its group does not own, summed over batch rows; int64 ``[num_ranks]``.
@@ -259,13 +260,13 @@ class PlanData:
 
     def needed_traffic(self, mask: str = "default") -> Int64:
         """K/V tokens of each other group that a group reads; int64 ``[G receivers, G senders]``."""
-        return self._pairs[mask] * (self.batch_size // traffic.num_rows(self.mask(mask), self.layout))
+        self.mask(mask)
+        return self._pairs[mask] * (self.batch_size // len(self._needs[mask]))
 
     @functools.cached_property
     def _pairs(self) -> dict[str, Int64]:
         """Needed tokens by pair of groups, of the batch rows that differ."""
-        rows = {name: traffic.num_rows(mask, self.layout) for name, mask in self.masks.items()}
-        return {name: read_pairs(self._needs[name][:count], self.kv_groups) for name, count in rows.items()}
+        return {name: read_pairs(needs, self.kv_groups) for name, needs in self._needs.items()}
 
     def num_chunks(self, mask: str = "default") -> int:
         """Chunks in which the K/V of other groups arrive; 0 where nothing travels.
@@ -310,7 +311,15 @@ class PlanData:
         _ = self._work, self._local_work, self._pairs
 
     def replace(self: PlanT, **changes: Any) -> PlanT:
-        """The plan with other fields; areas and traffic are kept unless masks, layout or ranks change."""
+        """The plan with other fields; ``exchange`` is as in `make_plan`. Areas and traffic are kept if they may.
+
+        >>> import spanwise
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(512), num_ranks=2, exchange="needed")
+        >>> plan.replace(exchange="ring").exchange
+        'ring'
+        """
+        if "exchange" in changes:
+            changes["kv_exchange"] = resolve(changes.pop("exchange"))
         other = dataclasses.replace(self, **changes)
         if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner"}:
             for name in _COMPUTED:

@@ -115,7 +115,7 @@ def test_no_rank_sends_a_long_document_alone(num_ranks, host_size):
     mask = SpanMask.documents(np.cumsum([0, *lengths]))
     layout = ByDocument(host_size=host_size).assign(LayoutProblem({"default": mask}), num_ranks)
     assert np.ptp(layout.tokens_per_rank) <= 1 and imbalance(layout, mask) <= 1.03
-    tokens = read_pairs(traffic.needs(mask, layout, layout, 1), layout)
+    tokens = read_pairs(traffic.needs(mask, layout, layout), layout)
     assert tokens.sum(axis=0).max() <= 3 * tokens.sum(axis=0).mean()
 
 

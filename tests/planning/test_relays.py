@@ -29,7 +29,7 @@ def test_a_row_arrives_once_and_enters_a_host_once(problem: tuple[Plan, Dense], 
     host = np.arange(groups) // places
     rows = num_rows(plan.mask(), plan.layout)
     found = relays.moves(
-        RouteProblem(plan._needs["default"][:rows], plan._pairs["default"], plan.kv_groups, host_groups=places)
+        RouteProblem(plan._needs["default"], plan._pairs["default"], plan.kv_groups, host_groups=places)
     )
     for row in range(rows):
         owner = dense.kv_rank[row] // plan.inner

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from spanwise import H100, make_plan
 from spanwise.layouts import traffic as areas_of
 from spanwise.layouts.layout import Layout
+from spanwise.planning.costs import _chunk_pairs
 from spanwise.planning.plan import Plan
-from spanwise.planning.predict import _chunk_pairs
 from spanwise.routes.exchanges import EXCHANGES
 from tests.masks.test_properties import masks
 

@@ -1,4 +1,4 @@
-"""Seconds of a plan on a hardware: from exact areas and bytes to a timeline. Pure.
+"""What a plan costs: seconds, bytes held and received, tokens between hosts. All are readings of its route. Pure.
 
 Compute is the attention kernel's FLOPs over its rate. Traffic is the exact bytes of every pair of ranks on the levels
 of the network. Copies are bytes over the memory's rate:
@@ -12,17 +12,19 @@ Assumptions: the work of a chunk is in proportion to its tokens, unless the exch
 begins each pass at the same time. A collective, also a hop of a ring, begins when all ranks have started it.
 """
 
-# P ranks, n chunks
+# P ranks, G groups, n chunks
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from spanwise.hardware import attention_flops
-from spanwise.layouts.traffic import pairs_over
+from spanwise.layouts import traffic
+from spanwise.layouts.layout import Layout
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.planning import heads, recurrent, timeline
-from spanwise.planning.memory import kv_token_bytes
 from spanwise.planning.plan_data import PlanData
 from spanwise.routes.route import RECEIVER, ROW, START, Route
 
@@ -130,7 +132,10 @@ def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
     """
     tokens = np.repeat(route.tokens.sum(axis=2), plan.inner, axis=1).T
     if len(route.sources) > 1 and not route.exact and tokens.sum() > plan.needed_tokens(mask).sum():
-        areas = [pairs_over(plan.mask(mask), plan.groups, _by_row(step.moves), plan.batch_size) for step in route.steps]
+        areas = [
+            traffic.pairs_over(plan.mask(mask), plan.groups, _by_row(step.moves), plan.batch_size)
+            for step in route.steps
+        ]
         return np.repeat(np.stack(areas, axis=1), plan.inner, axis=0).astype(np.float64)
     remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)
     return remote[:, None] * tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1.0)
@@ -139,3 +144,96 @@ def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
 def _by_row(moves: Int64) -> list[Int64]:
     """What each group receives, int64 ``[m, 3]`` for each batch row: receiver, start, stop."""
     return [moves[moves[:, ROW] == row][:, [RECEIVER, START, START + 1]] for row in range(int(moves[:, ROW].max()) + 1)]
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def kv_token_bytes(plan: PlanData) -> Int64:
+    """Bytes of K and V of one token, in compute and between groups; int64 ``[num_ranks]``.
+
+    All heads, or under Ulysses the heads that the rank computes.
+    """
+    _, kv_heads, qk_dim, v_dim = plan.attention_shape
+    held = np.full(plan.num_ranks, kv_heads) if plan.inner == 1 else heads.kv_heads_of_ranks(plan)
+    return held.astype(np.int64) * (qk_dim + v_dim) * plan.itemsize
+
+
+def received(plan: PlanData, mask: str) -> Int64:
+    """The bytes of `Plan.recv_bytes`."""
+    plan.mask(mask)
+    plan.require_shape("recv_bytes()")
+    tokens = plan.route(mask).padded.sum(axis=(0, 2))
+    exchanged = np.repeat(tokens, plan.inner) * kv_token_bytes(plan)
+    return exchanged if plan.inner == 1 else exchanged + heads.received(plan)
+
+
+def resident_and_saved(plan: PlanData, mask: str, what: str = "resident_bytes()") -> tuple[Int64, Int64]:
+    """The bytes of `Plan.resident_bytes` and of `Plan.saved_bytes`."""
+    plan.mask(mask)
+    plan.require_shape(what)
+    route, token_bytes = plan.route(mask), kv_token_bytes(plan)
+    kept = route.tokens.sum(axis=(0, 2)) * plan.keep_kv
+    most = np.maximum(route.most_held(keep=plan.keep_kv), kept) if route.sources else kept
+    exchanging, after = (np.repeat(tokens, plan.inner) * token_bytes for tokens in (most, kept))
+    if plan.inner == 1:
+        return exchanging, after
+    return heads.resident(plan, exchanging, after), after + heads.saved(plan)
+
+
+def held(plan: PlanData) -> int:
+    """Bytes that the busiest rank holds for exchanges: saved by all layers, plus the transient bytes of one."""
+    found = {name: resident_and_saved(plan, name) for name in plan.masks}
+    kept = sum(weight * found[name][1] for name, weight in plan.weights.items())
+    transient = np.max([resident - saved for resident, saved in found.values()], axis=0)
+    return int(np.ceil(np.max(kept + np.maximum(transient, 0))))
+
+
+# ---------------------------------------------------------------- hosts
+
+
+class HostTraffic(NamedTuple):
+    """K/V tokens that all ranks receive in a forward, by where they come from.
+
+    Attributes:
+        host_size: ranks of a host.
+        inside: from ranks of the same host.
+        between: from other hosts; a token counts for each rank that receives it.
+        once: tokens that some rank of a host reads and none holds; each counts once a host.
+    """
+
+    host_size: int
+    inside: int
+    between: int
+    once: int
+
+
+def host_size(plan: PlanData) -> int | None:
+    """Ranks of a host; None without hosts smaller than the plan."""
+    return plan.hardware.groups_on_a_host(plan.num_ranks)
+
+
+def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraffic:
+    """The counts of `Plan.host_traffic`."""
+    size = size or host_size(plan)
+    if size is None or size < 1:
+        raise ValueError(
+            f"the plan's hardware {plan.hardware.name!r} has no hosts smaller than {plan.num_ranks} ranks: give "
+            f"host_size, or make the plan with hardware that has hosts, such as spanwise.H100"
+        )
+    tokens, host = plan.traffic(mask), np.arange(plan.num_ranks) // size
+    inside = int(tokens[host[:, None] == host].sum())
+    return HostTraffic(size, inside, int(tokens.sum()) - inside, _entering(plan, mask, host))
+
+
+def _entering(plan: PlanData, mask: str, host: Int64) -> int:
+    """Tokens that some rank of a host reads and none holds, summed over hosts."""
+
+    def by_host(layout: Layout) -> Layout:
+        pieces = [layout.pieces(row) for row in range(layout.batch_size)]
+        tables = [np.column_stack([host[each[:, 0]], each[:, 1:]]) for each in pieces]
+        return Layout(tables, int(host[-1]) + 1, layout.seq_len)
+
+    held = by_host(plan.kv_layout)
+    rows = traffic.needs(plan.mask(mask), by_host(plan.layout), held)
+    return plan.batch_size // len(rows) * int(sum((runs[:, 1] - runs[:, 0]).sum() for row in rows for runs in row))
