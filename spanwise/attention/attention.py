@@ -293,7 +293,7 @@ def _as_traded(
     assert local.trade is not None
     check_heads(q.shape[1], k.shape[1], local.inner)
     heads = q.shape[1] // local.inner, kv_heads_held(q.shape[1], k.shape[1], local.inner, local.trade.rank)
-    tokens = local.trade.order.shape[1], (local.kv_trade or local.trade).order.shape[1]
+    tokens = local.trade.num_tokens, (local.kv_trade or local.trade).num_tokens
 
     def like(x: torch.Tensor, side: int) -> torch.Tensor:
         made = x.detach().new_zeros(()).expand(x.shape[0], heads[side], tokens[side], x.shape[3])

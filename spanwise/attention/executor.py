@@ -25,15 +25,15 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from spanwise import _torch
 from spanwise.attention import failure
 from spanwise.attention.compare import Compared
-from spanwise.attention.rows import KV, Form, Rows, Tensors
 
+Tensors = tuple[torch.Tensor, ...]
 INDEXED, SHARD, GATHERED = "indexed", "shard", "gathered"
 
 
@@ -92,9 +92,48 @@ class Link(NamedTuple):
     call: Compared | None = None
 
 
-def kv_form(k: torch.Tensor, v: torch.Tensor, steps: Sequence[RankStep]) -> KV:
-    """How `k` ``[B, H, T, D]`` and `v` ``[B, H, T, E]`` travel by these steps."""
-    return KV(k.shape[0], k.shape[1], k.shape[3], v.shape[3], any([step.kind == SHARD for step in steps]))
+class Form(Protocol):
+    """How tensors lie in the rows that travel, on their way out and when they have come; a tuple of numbers.
+
+    Attributes:
+        sums: whether gradients travel in float32 at least, because several of them are summed.
+        whole: whether `arrived` gives views of all rows, to which gradients can be added.
+    """
+
+    @property
+    def sums(self) -> bool: ...
+    @property
+    def whole(self) -> bool: ...
+    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows ``[R, F]`` of the rank's own tensors."""
+
+    def came_home(self, rows: torch.Tensor) -> Tensors:
+        """Gradients of these tensors, from rows of gradients."""
+
+    def arrived(self, rows: torch.Tensor) -> Tensors:
+        """The tensors of a step, from its rows in order."""
+
+    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows of gradients of these tensors."""
+
+
+class Rows(NamedTuple):
+    """One tensor of rows, as it is."""
+
+    sums: bool = True
+    whole: bool = False
+
+    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[0]
+
+    def came_home(self, rows: torch.Tensor) -> Tensors:
+        return (rows,)
+
+    def arrived(self, rows: torch.Tensor) -> Tensors:
+        return (rows,)
+
+    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return gradients[0]
 
 
 def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Form | None = None) -> Iterator[Tensors]:
@@ -140,13 +179,6 @@ def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Form | 
 
     leave(-1, None, tensors)
     return (arrived(i) for i in range(len(steps)))
-
-
-def with_spare(step: RankStep, kv: Tensors, kv_pos: torch.Tensor) -> Tensors:
-    """K and V as a kernel takes them: padded copies, if a shard needs spare keys to fill `kv_pos` ``[rows, keys]``."""
-    if step.kind != SHARD or not step.spare:
-        return kv
-    return tuple([torch.nn.functional.pad(x, (0, 0, 0, kv_pos.shape[1] - x.shape[2])) for x in kv])
 
 
 def _at(size: int, peer: int, rows: int) -> list[int]:
@@ -268,7 +300,7 @@ def _total(
     """Gradients of the rows received ``[N, F]``: those of the tensors, and of what others got of the rows."""
     form = ctx.form
     like, order = (saved[-1], saved[:-1]) if ctx.empty is None else (ctx.empty, saved)
-    if isinstance(form, KV) and form.shard:
+    if form.whole:
         total = torch.zeros_like(like) if through is None else through
         for part, x in zip(form.arrived(total), gradients, strict=True):
             if x is not None:

@@ -1,28 +1,80 @@
-"""K/V of each chunk, in order: the rank's own at once, others as they arrive.
+"""K/V of each chunk, in order: the rank's own at once, others as they arrive, or fetched again in the backward.
 
-`attention` iterates over them; the exchange moves them.
+`attention` iterates over them; the executor moves them. With ``keep_kv=False`` autograd keeps no chunk that arrived
+(*refetch*). All ranks must fetch again in the same order, also where a kernel reads nothing. So an autograd function
+behind each kernel call starts the fetch. It also starts the next chunk's fetch, which travels while the attention of
+this chunk is computed. Rows that came by way of other ranks are fetched straight from their owners. That is for eager
+code: in a compiled graph, selective activation checkpointing decides what is kept.
 """
 
-# B batch, H heads, T tokens of this rank, K keys of a chunk, D head dim
+# B batch, H heads, T tokens of this rank, K keys of a chunk, R rows, D head dim of K, E of V
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention.compare import Compared
-from spanwise.attention.executor import Link, RankStep, bring, kv_form, with_spare
+from spanwise.attention.executor import SHARD, Link, RankStep, Tensors, bring, check_first_order
 from spanwise.attention.kernels.base import Chunk
-from spanwise.attention.kernels.merge import Part
+from spanwise.attention.kernels.merge import Part, not_saving
 from spanwise.attention.rank_plan import RankPlan, outer_link
-from spanwise.attention.refetch import Fetched, Refetch
+
+
+class KV(NamedTuple):
+    """K ``[B, H, T, D]`` and V ``[B, H, T, E]`` as rows ``[T, B * H * (D + E)]``.
+
+    Attributes:
+        batch, heads, k_dim, v_dim: B, H, D and E.
+        whole: whether the rows hold all of K as ``[B, H, T, D]``, then all of V, instead of both token by token.
+    """
+
+    batch: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    whole: bool
+    sums: bool = True
+
+    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        k, v = tensors
+        if not self.whole:
+            return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
+        rows = k.new_empty(k.shape[2], self.batch * self.heads * (self.k_dim + self.v_dim))
+        for part, x in zip(self.arrived(rows), (k, v), strict=True):
+            part.copy_(x)
+        return rows
+
+    def arrived(self, rows: torch.Tensor) -> Tensors:
+        if not self.whole:
+            both = rows.view(-1, self.batch, self.heads, self.k_dim + self.v_dim).permute(1, 2, 0, 3)
+            return both[..., : self.k_dim], both[..., self.k_dim :]
+        tokens, shape = rows.shape[0], (self.batch, self.heads, rows.shape[0])
+        flat = rows.view(-1).split([self.batch * self.heads * tokens * dim for dim in (self.k_dim, self.v_dim)])
+        return flat[0].view(*shape, self.k_dim), flat[1].view(*shape, self.v_dim)
+
+    def came_home(self, rows: torch.Tensor) -> Tensors:
+        return self.arrived(rows)
+
+    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.leaving(gradients)
+
+
+def kv_form(k: torch.Tensor, v: torch.Tensor, steps: Sequence[RankStep]) -> KV:
+    """How `k` ``[B, H, T, D]`` and `v` ``[B, H, T, E]`` travel by these steps."""
+    return KV(k.shape[0], k.shape[1], k.shape[3], v.shape[3], any([step.kind == SHARD for step in steps]))
+
+
+def with_spare(step: RankStep, kv: Tensors, kv_pos: torch.Tensor) -> Tensors:
+    """K and V as a kernel takes them: padded copies, if a shard needs spare keys to fill `kv_pos` ``[rows, keys]``."""
+    if step.kind != SHARD or not step.spare:
+        return kv
+    return tuple([torch.nn.functional.pad(x, (0, 0, 0, kv_pos.shape[1] - x.shape[2])) for x in kv])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +96,13 @@ class ChunkKV:
         """The kernel's part ``attend(k, v)``; autograd does not save a chunk that is refetched."""
         if self.refetch is None:
             return attend(self.k, self.v)
-        hooks: AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.index >= 0:
-            hooks = self.refetch.not_saving(self.index, self.k, self.v)
-        with hooks:
+        if self.index < 0:
             part = attend(self.k, self.v)
-        return self.refetch.in_backward(self.index, *part)
+        else:
+            with not_saving() as forget:
+                part = attend(self.k, self.v)
+                forget((self.k, self.v), functools.partial(self.refetch.take, self.index))
+        return _RefetchInBackward.apply(self.refetch, self.index, *part)
 
 
 def kv_chunks(
@@ -84,7 +137,7 @@ def kv_chunks(
     remote, link, refetch = chunks[1:], outer_link(local, mesh, f"K/V, mask {mask!r}", call), None
     if not local.keep_kv:
         label = f"K/V refetched for the backward, mask {mask!r}"
-        refetch = Refetch(_fetches(k.detach(), v.detach(), remote, link._replace(label=label)))
+        refetch = Refetch(k.detach(), v.detach(), remote, link._replace(label=label))
     steps = [chunk.route for chunk in remote]
     arriving = bring((k, v), steps, link, kv_form(k, v, steps))
     yield ChunkKV(k, v, refetch=refetch)
@@ -96,22 +149,65 @@ def kv_chunks(
         del pair  # otherwise this chunk lives until the next one has arrived
 
 
-def _fetches(k: torch.Tensor, v: torch.Tensor, chunks: tuple[Chunk, ...], link: Link) -> list[Callable[[], Fetched]]:
-    """For each chunk a function that starts to bring it again, straight from the owners of its keys."""
-    steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
-    form, own = kv_form(k, v, steps), list[torch.Tensor]()
+class Refetch:
+    """The chunks of one attention call, to be fetched in its backward, the last one first.
 
-    def start(i: int) -> Fetched:
-        if link.call is not None:
-            link.call.backward(link.label)
-        if not own:
-            own.append(form.leaving((k, v)))  # once for all chunks; the first chunk comes last
-        arriving = bring((own[0] if i else own.pop(),), [steps[i]], link)
+    Args:
+        k, v: ``[B, H, T, D]``, the rank's own.
+        chunks: those that arrive.
+    """
 
-        def arrived() -> tuple[torch.Tensor, ...]:
-            pair = with_spare(steps[i], form.arrived(*next(arriving)), chunks[i].kv_pos)
-            return tuple([x.contiguous() for x in pair])
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], link: Link) -> None:
+        self._kv, self._chunks, self._link = (k, v), chunks, link
+        self._steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
+        self._form = kv_form(k, v, self._steps)
+        self._rows: torch.Tensor | None = None
+        self._under_way: dict[int, Iterator[Tensors]] = {}
+        self._arrived: dict[int, Tensors] = {}
 
-        return arrived
+    @torch.no_grad()
+    def start(self, i: int) -> None:
+        """Start fetching chunk ``i`` and the one that the backward needs next."""
+        self._arrived.clear()  # the backward of earlier ones is done
+        for j in (i, i - 1):
+            if j >= 0 and j not in self._under_way:
+                if self._link.call is not None:
+                    self._link.call.backward(self._link.label)
+                if self._rows is None:
+                    self._rows = self._form.leaving(self._kv)  # once for all chunks
+                self._under_way[j] = bring((self._rows,), [self._steps[j]], self._link)
+                if j == 0:
+                    self._rows = None
 
-    return [functools.partial(start, i) for i in range(len(chunks))]
+    @torch.no_grad()
+    def take(self, i: int) -> Tensors:
+        """K and V ``[B, H, K, D]`` of chunk ``i``, contiguous."""
+        if i not in self._arrived:
+            (rows,) = next(self._under_way.pop(i))
+            pair = with_spare(self._steps[i], self._form.arrived(rows), self._chunks[i].kv_pos)
+            self._arrived[i] = tuple([x.contiguous() for x in pair])
+        return self._arrived[i]
+
+    @torch.no_grad()
+    def finish(self, i: int) -> None:
+        """Wait for chunk ``i`` if no kernel waited, for example on a rank without queries."""
+        if i in self._under_way:
+            next(self._under_way.pop(i))
+
+
+class _RefetchInBackward(torch.autograd.Function):
+    """A kernel's results; their backward runs before the kernel's and fetches its chunk (-1: no chunk)."""
+
+    @staticmethod
+    def forward(ctx: Any, refetch: Refetch, i: int, *tensors: torch.Tensor) -> Tensors:
+        ctx.refetch, ctx.i = refetch, i
+        results = tuple(x.detach() for x in tensors)  # not views: selective checkpoints count those
+        ctx.mark_non_differentiable(*(y for x, y in zip(tensors, results, strict=True) if not x.requires_grad))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        check_first_order()
+        ctx.refetch.finish(ctx.i + 1)
+        ctx.refetch.start(ctx.i)
+        return None, None, *grads

@@ -171,8 +171,11 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         tokens = on_device(numbers, device)
         return _torch.mark_dynamic(tokens, 1) if kernel.dynamic_queries else tokens
 
+    def tokens_by_row(of: Layout, index: int) -> np.ndarray:
+        return np.stack([of.indices(index, row) for row in rows])
+
     def tokens_of(of: Layout, index: int) -> torch.Tensor:
-        return placed(np.stack([of.indices(index, row) for row in rows]))
+        return placed(tokens_by_row(of, index))
 
     tokens = tokens_of(layout, rank)
     valid = kv_valid = None
@@ -182,8 +185,12 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
     trade = kv_trade = group_tokens = None
     if plan.inner > 1:
         group_tokens = tokens_of(plan.groups, group)
-        trade = ulysses.trade_of(layout, plan.groups, plan.inner, rank, device)
-        kv_trade = None if same else ulysses.trade_of(plan.kv_layout, plan.kv_groups, plan.inner, rank, device)
+        members = range(group * plan.inner, (group + 1) * plan.inner)
+        traded = [
+            ulysses.trade_of([tokens_by_row(of, r) for r in members], rank - members[0], device)
+            for of in ((layout,) if same else (layout, plan.kv_layout))
+        ]
+        trade, kv_trade = traded[0], None if same else traded[1]
     positions = documents.positions(plan, rank)
     return RankPlan(
         tokens=tokens,

@@ -25,59 +25,53 @@ import torch
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.compare import Compared
-from spanwise.attention.executor import Link, RankStep, bring
-from spanwise.attention.head_rows import by_head, for_queries, from_queries, join_heads, split_heads
-from spanwise.attention.rows import Tensors
-from spanwise.layouts.layout import Layout
-from spanwise.layouts.runs import positions_in
+from spanwise.attention.executor import Link, RankStep, Tensors, bring
 from spanwise.planning.heads import kv_heads_of, kv_heads_read
 
 
 @dataclasses.dataclass(frozen=True)
 class Trade:
-    """Tokens of each rank of a group, and the order in which the group reads them; a pytree of tensors.
+    """How a group of ranks trades the tokens of its members for heads; a pytree of tensors.
 
     Attributes:
-        sizes: for each rank of the group a tensor ``[tokens, 0]``; carries a size in its shape.
-        order: int64 ``[B or 1, S]``, for each of the group's tokens in ascending order its place among the received
-            rows, those of rank 0 first.
-        places: int64 ``[B or 1, S]``, the inverse permutation.
+        heads, tokens: the steps there and back. Where batch rows have layouts of their own, a row that travels is a
+            batch row's token.
         rank, num_ranks: in the group, plain numbers.
+        rows: batch rows with layouts of their own, or 1.
     """
 
-    sizes: tuple[torch.Tensor, ...]
-    order: torch.Tensor
-    places: torch.Tensor
+    heads: RankStep
+    tokens: RankStep
     rank: int
     num_ranks: int
+    rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        """S: tokens of the group."""
+        assert self.heads.order is not None
+        return self.heads.order.shape[0] // self.rows
 
 
-_torch.register_pytree_dataclass(Trade, static=("rank", "num_ranks"))
+_torch.register_pytree_dataclass(Trade, static=("rank", "num_ranks", "rows"))
 
 
-def trade_of(layout: Layout, groups: Layout, inner: int, rank: int, device: torch.device) -> Trade:
-    """How the group of `rank` trades the tokens of `layout` for heads; `groups` are the tokens of all groups."""
-    group = rank // inner
-    members = range(group * inner, (group + 1) * inner)
-    places = np.stack(
-        [
-            np.concatenate([positions_in(layout.indices(r, row), groups.runs(group, row)) for r in members])
-            for row in range(layout.batch_size)
-        ]
+def trade_of(tokens: Sequence[np.ndarray], rank: int, device: torch.device) -> Trade:
+    """The trade of a group whose ranks have these tokens, ``[rows, T]`` each, ascending; `rank` is in the group."""
+    order = np.argsort(np.concatenate(tokens, axis=1), axis=1, kind="stable")
+    places = np.argsort(order, axis=1, kind="stable")
+    rows, length = order.shape
+    row = np.arange(rows)[:, None]
+    order, places = (order * rows + row).reshape(-1), (places + length * row).T.reshape(-1)
+    # Not unbacked for the rank itself: its number of tokens is a dim of q.
+    sizes = tuple(
+        _torch.mark_dynamic(torch.empty(x.size, 0, device=device), 0) if r == rank else size(x.size, device)
+        for r, x in enumerate(tokens)
     )
-    return Trade(
-        # Not unbacked for the rank itself: its number of tokens is a dim of q.
-        sizes=tuple(
-            _torch.mark_dynamic(torch.empty(layout.num_tokens(r), 0, device=device), 0)
-            if r == rank
-            else size(layout.num_tokens(r), device)
-            for r in members
-        ),
-        order=_torch.mark_dynamic(on_device(np.argsort(places, axis=1, kind="stable"), device), 1),
-        places=_torch.mark_dynamic(on_device(places, device), 1),
-        rank=rank - members[0],
-        num_ranks=inner,
-    )
+    own = (sizes[rank],) * len(tokens)
+    in_order, by_rank = (_torch.mark_dynamic(on_device(x, device), 0) for x in (order, places))
+    heads, back = RankStep(None, in_order, own, sizes), RankStep(by_rank, None, sizes, own)
+    return Trade(heads, back, rank, len(tokens), rows)
 
 
 def to_heads(
@@ -112,11 +106,11 @@ def to_heads(
     count, firsts = kv_heads_of(num_heads, k.shape[1], num_ranks)
     own = num_heads // num_ranks
     reads = tuple(h - firsts[trade.rank] for h in kv_heads_read(num_heads, k.shape[1], num_ranks, trade.rank))
-    batch, rows = q.shape[0], trade.order.shape[0]
+    batch, rows = q.shape[0], trade.rows
     of_q = _Heads(batch, rows, num_heads, own, tuple(range(0, num_heads, own)), tuple(range(own)), (q.shape[3],))
     of_kv = _Heads(batch, rows, k.shape[1], count, firsts, reads, (k.shape[3], v.shape[3]))
     arriving = [
-        bring(tensors, [_step(each, heads=True)], Link(name, num_ranks, f"heads of {what}, {label}", call), form)
+        bring(tensors, [each.heads], Link(name, num_ranks, f"heads of {what}, {label}", call), form)
         for tensors, each, what, form in (((q,), trade, "q", of_q), ((k, v), kv_trade, "K/V", of_kv))
     ]
     (q,), (k, v) = (next(each) for each in arriving)
@@ -131,26 +125,14 @@ def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str, *, call: Com
     """
     x_BhSD = x if x.dim() == 4 else x.unsqueeze(-1)
     batch, count, _, dim = x_BhSD.shape
-    form = _Tokens(batch, trade.order.shape[0], count, trade.num_ranks, dim)
-    ((x_BHTD,),) = bring((x_BhSD,), [_step(trade, heads=False)], Link(name, trade.num_ranks, label, call), form)
+    heads = trade.num_ranks * count
+    form = _Heads(batch, trade.rows, heads, count, tuple(range(0, heads, count)), tuple(range(count)), (dim,))
+    ((x_BHTD,),) = bring((x_BhSD,), [trade.tokens], Link(name, trade.num_ranks, label, call), _Back(form))
     return x_BHTD if x.dim() == 4 else x_BHTD.squeeze(-1)
 
 
-def _step(trade: Trade, *, heads: bool) -> RankStep:
-    """The all-to-all of heads, or the one back to tokens. Where layouts differ, a row is a batch row's token."""
-    rows, length = trade.order.shape
-    of_ranks = trade.sizes if rows == 1 else tuple([x.repeat(rows, 1) for x in trade.sizes])
-    own = (of_ranks[trade.rank],) * trade.num_ranks
-    row = torch.arange(rows, device=trade.order.device).unsqueeze(1)
-    if heads:
-        order = trade.order[0] if rows == 1 else (trade.order * rows + row).flatten()
-        return RankStep(None, order, own, of_ranks)
-    send = trade.places[0] if rows == 1 else (trade.places + length * row).t().flatten()
-    return RankStep(send, None, of_ranks, own)
-
-
 class _Heads(NamedTuple):
-    """Tensors ``[B, H, T, D]`` on their way to the ranks that compute some heads; `rows.Form`.
+    """Tensors ``[B, H, T, D]`` on their way to the ranks that compute some heads; an `executor.Form`.
 
     Attributes:
         batch, rows: B, and batch rows with layouts of their own, 1 or B.
@@ -166,74 +148,90 @@ class _Heads(NamedTuple):
     firsts: tuple[int, ...]
     reads: tuple[int, ...]
     dims: tuple[int, ...]
+    whole: bool = False
 
     @property
     def sums(self) -> bool:
         """Gradients of a head that several ranks have are summed."""
         return self.width * len(self.firsts) > self.heads
 
+    @property
+    def readers(self) -> list[int]:
+        """Number of query heads that read each of the heads from ``reads[0]`` to ``reads[-1]``."""
+        return [self.reads.count(head) for head in range(self.reads[0], self.reads[-1] + 1)]
+
     def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return split_heads(tuple(tensors), self.width, self.firsts).view(-1, self._features)
+        """For each rank its window of heads. One copy; two where windows overlap in part."""
+        num_ranks, parts = len(self.firsts), []
+        for x in tensors:
+            if not self.sums:
+                split = x.unflatten(1, (num_ranks, 1, self.width))
+            elif num_ranks % self.heads == 0:
+                split = x[:, :, None, None].expand(-1, -1, num_ranks // self.heads, -1, -1, -1)
+            else:
+                split = torch.cat([x[:, first : first + self.width] for first in self.firsts], dim=1)
+                split = split.unflatten(1, (num_ranks, 1, self.width))
+            parts.append(split.permute(1, 2, 4, 0, 3, 5))
+        features = self.batch // self.rows * self.width * sum(self.dims)
+        return torch.cat(parts, dim=-1).flatten(0, 2).flatten(1).view(-1, features)
 
     def came_home(self, rows: torch.Tensor) -> Tensors:
-        shape = (len(self.firsts), -1, self.batch, self.width, sum(self.dims))
-        joined = join_heads(rows.view(shape), self.heads, self.firsts)
-        return tuple([by_head(x) for x in joined.split(self.dims, dim=-1)])
+        """Each head summed over the ranks that had it; a token's heads adjacent in memory, as projections want them."""
+        num_ranks = len(self.firsts)
+        x_nTBhF = rows.view(num_ranks, -1, self.batch, self.width, sum(self.dims))
+        if self.sums and num_ranks % self.heads == 0:
+            x_nTBhF = x_nTBhF.unflatten(0, (self.heads, num_ranks // self.heads)).sum(1)
+        elif self.sums:
+            total = x_nTBhF.new_zeros(1, *x_nTBhF.shape[1:3], self.heads, x_nTBhF.shape[4])
+            for first, x_TBhF in zip(self.firsts, x_nTBhF.unbind(0), strict=True):
+                total[0, :, :, first : first + self.width] += x_TBhF
+            x_nTBhF = total
+        split = x_nTBhF.split(self.dims, dim=-1)
+        return tuple([x.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for x in split])
 
     def arrived(self, rows: torch.Tensor) -> Tensors:
-        x_BShF = _of_rows(rows, self.batch, self.rows, self.width, sum(self.dims))
-        return tuple([x.transpose(1, 2) for x in for_queries(x_BShF, self.reads).split(self.dims, dim=-1)])
+        """The heads that the query heads read, equally many query heads each; otherwise repeated (a copy)."""
+        if self.rows == 1:
+            x_BShF = rows.view(-1, self.batch, self.width, sum(self.dims)).transpose(0, 1)
+        else:
+            x_BShF = rows.view(self.batch, -1, self.width, sum(self.dims))
+        x_BShF, readers = x_BShF[:, :, self.reads[0] : self.reads[-1] + 1], self.readers
+        if len(set(readers)) > 1:
+            parts = [x.expand(-1, -1, n, -1) for x, n in zip(x_BShF.split(1, dim=2), readers, strict=True)]
+            x_BShF = torch.cat(parts, dim=2)
+        return tuple([x.transpose(1, 2) for x in x_BShF.split(self.dims, dim=-1)])
 
     def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        dtype = gradients[0].dtype
+        """Gradients of all received heads, zero for heads that are not read."""
+        dtype, readers = gradients[0].dtype, self.readers
         if self.sums:
             dtype = torch.promote_types(dtype, torch.float32)
-        folded = [from_queries(grad, self.reads, self.width, dtype) for grad in gradients]
-        return _to_rows(folded[0] if len(folded) == 1 else torch.cat(folded, dim=-1), self.rows)
+        grad_BhSF = torch.cat([x.to(dtype) for x in gradients], dim=-1) if gradients[1:] else gradients[0].to(dtype)
+        if len(set(readers)) > 1:
+            grad_BhSF = torch.cat([x.sum(1, keepdim=True) for x in grad_BhSF.split(readers, dim=1)], dim=1)
+        if len(readers) < self.width:
+            after = self.width - 1 - self.reads[-1]
+            grad_BhSF = torch.nn.functional.pad(grad_BhSF, (0, 0, 0, 0, self.reads[0], after))
+        if self.rows == 1:
+            return grad_BhSF.permute(2, 0, 1, 3).flatten(1)
+        return grad_BhSF.transpose(1, 2).flatten(0, 1).flatten(1)
 
-    @property
-    def _features(self) -> int:
-        return self.batch // self.rows * self.width * sum(self.dims)
 
+class _Back(NamedTuple):
+    """The way back of tensors, each rank's own heads of all tokens, to the ranks whose tokens they are."""
 
-class _Tokens(NamedTuple):
-    """A tensor ``[B, h, S, D]`` on its way to the ranks whose tokens it holds; `rows.Form`.
-
-    Attributes:
-        batch, rows: as in `_Heads`.
-        width: h, the same on all of `num_ranks` ranks.
-        dim: D.
-    """
-
-    batch: int
-    rows: int
-    width: int
-    num_ranks: int
-    dim: int
+    there: _Heads
     sums: bool = False
+    whole: bool = False
 
     def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _to_rows(tensors[0], self.rows)
+        return self.there.going_home(tensors)
 
     def came_home(self, rows: torch.Tensor) -> Tensors:
-        return (_of_rows(rows, self.batch, self.rows, self.width, self.dim).transpose(1, 2),)
+        return self.there.arrived(rows)
 
     def arrived(self, rows: torch.Tensor) -> Tensors:
-        return (by_head(rows.view(self.num_ranks, -1, self.batch, self.width, self.dim)),)
+        return self.there.came_home(rows)
 
     def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        heads = self.num_ranks * self.width
-        sent = split_heads(tuple(gradients), self.width, tuple(range(0, heads, self.width)))
-        return sent.view(-1, self.batch // self.rows * self.width * self.dim)
-
-
-def _to_rows(x_BhSD: torch.Tensor, rows: int) -> torch.Tensor:
-    """Rows by token, or by batch row and token."""
-    return x_BhSD.permute(2, 0, 1, 3).flatten(1) if rows == 1 else x_BhSD.transpose(1, 2).flatten(0, 1).flatten(1)
-
-
-def _of_rows(rows: torch.Tensor, batch: int, num_rows: int, count: int, dim: int) -> torch.Tensor:
-    """``[B, S, h, D]`` from rows as `_to_rows` makes them."""
-    if num_rows == 1:
-        return rows.view(-1, batch, count, dim).transpose(0, 1)
-    return rows.view(batch, -1, count, dim)
+        return self.there.leaving(gradients)

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spanwise
 from spanwise._torch import storage_id, tree_leaves
+from spanwise.attention.kernels.merge import not_saving
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
-from spanwise.attention.refetch import Refetch
 
 
 @pytest.mark.parametrize("kernel", ["reference", "flex", "varlen"])
@@ -46,14 +46,14 @@ class _Saves(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("fake", [True, False])
-def test_refetch_tells_k_from_v(fake: bool) -> None:
+def test_what_is_not_saved_is_told_apart(fake: bool) -> None:
     """Also where every storage is at address 0."""
     with FakeTensorMode() if fake else torch.enable_grad():
         k, v = (torch.ones(1, 2, 5, 4, requires_grad=True) for _ in range(2))
         fetched = tuple(torch.ones(1, 2, 5, 4) for _ in range(2))
-        again, seen = Refetch([lambda: lambda: fetched]), list[torch.Tensor]()
-        with again.not_saving(0, k, v):
+        seen = list[torch.Tensor]()
+        with not_saving() as forget:
             out = _Saves.apply(k, v, seen)
-        (out,) = again.in_backward(0, out)
+            forget((k, v), lambda: fetched)
         out.backward()
         assert [storage_id(x) for x in seen] == [storage_id(x) for x in fetched]

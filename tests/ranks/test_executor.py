@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spanwise import _torch
 from spanwise.attention import failure
-from spanwise.attention.executor import SHARD, Link, RankStep, bring, kv_form
+from spanwise.attention.executor import SHARD, Link, RankStep, bring
 from spanwise.attention.failure import ExchangeError
+from spanwise.attention.kv import kv_form
 from tests.limits import HANG
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks

@@ -45,11 +45,7 @@ def deal(sizes: list[int], rows: int, seed: int) -> list[np.ndarray]:
 
 
 def trade_of(tokens: list[np.ndarray], rank: int) -> Trade:
-    order = np.argsort(np.concatenate(tokens, axis=1), axis=1)
-    order, places = (_torch.mark_dynamic(torch.from_numpy(x), 1) for x in (order, np.argsort(order, axis=1)))
-    sizes = [torch.empty(x.shape[1], 0) for x in tokens]
-    marked = [_torch.mark_dynamic(x, 0) if i == rank else _torch.mark_unbacked(x, 0) for i, x in enumerate(sizes)]
-    return Trade(tuple(marked), order, places, rank, len(tokens))
+    return ulysses.trade_of(tokens, rank, torch.device("cpu"))
 
 
 def cut(x: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:

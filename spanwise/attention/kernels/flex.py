@@ -6,10 +6,9 @@ compiled kernel serves every mask of the same shapes. Letters of shapes: see `_c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from spanwise import _torch
 from spanwise.attention.kernels._checks import check_problem
 from spanwise.attention.kernels._flex_tables import BLOCK_SIZE, FlexTables, Mod, block_mask, kv_capacity, pad_spans
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
-from spanwise.attention.kernels.merge import Part, part_of
+from spanwise.attention.kernels.merge import Part, not_saving, part_of
 from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
 
@@ -84,9 +83,10 @@ class Flex(Kernel):
         if torch.compiler.is_compiling():
             return super().attend_part(queries, k, v, chunk, q_pos, options)
         whole_out: list[Tensor] = []
-        with _saving_all_but_out(whole_out) as forget:
+        with not_saving() as forget:
             out, lse = self.attend(queries, k, v, chunk, q_pos, options)
-        forget(out)
+            like = (out.shape, out.stride(), out.dtype, out.device)
+            forget((out,), lambda: [_in_strides(whole_out[0], *like)])
         return part_of(out, lse, whole_out)
 
     def max_logit(self, q: Tensor, k: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions) -> Tensor:
@@ -95,6 +95,10 @@ class Flex(Kernel):
             scale=options.scale_for(q), score_mod=options.score_mod, softcap=options.softcap,
             q_pos=q_pos, kv_pos=chunk.kv_pos,
         )  # fmt: skip
+
+
+def _in_strides(x: Tensor, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return x if x.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)
 
 
 def flex(
@@ -181,49 +185,6 @@ def _attend(
     # flex_attention returns the natural logarithm. Its kernels differ in the lse of an empty row.
     assert aux.lse is not None  # it was requested
     return out, aux.lse.masked_fill(((end - start).sum(1) == 0)[:, None], float("-inf"))
-
-
-@contextlib.contextmanager
-def _saving_all_but_out(whole_out: list[Tensor]) -> Iterator[Callable[[Tensor], None]]:
-    """Inside, autograd saves tensors by hooks. Afterwards call the function with an output, which is then not kept.
-
-    In place of the output the backward gets the tensor in `whole_out`. Hooks that are active outside, of checkpoints,
-    offloading or refetched keys, get all other tensors.
-    """
-    outer, notes = _torch.saved_tensor_hooks(), list[list[Any]]()
-
-    def pack(x: Tensor) -> list[Any]:
-        notes.append([x, x._version, None])
-        return notes[-1]
-
-    def forget(out: Tensor) -> None:
-        for note in notes:
-            x = note[0]
-            if _torch.storage_id(x) == _torch.storage_id(out):
-                note[:] = None, None, (x.shape, x.stride(), x.storage_offset(), out.shape, out.stride())
-            elif outer is not None:
-                note[:] = outer[0](x), None, outer[1]
-        notes.clear()
-
-    def unpack(note: list[Any]) -> Tensor:
-        saved, version, how = note
-        if saved is None:
-            shape, stride, offset, out_shape, out_stride = how
-            (out,) = whole_out
-            if out.stride() != out_stride:
-                out = torch.empty_strided(out_shape, out_stride, dtype=out.dtype, device=out.device).copy_(out)
-            return out.as_strided(shape, stride, out.storage_offset() + offset)
-        if how is not None:
-            return how(saved)
-        if saved._version != version:  # autograd's own check does not run under hooks
-            raise RuntimeError(
-                f"a tensor of shape {tuple(saved.shape)} that attention needs for its backward was changed in place "
-                f"after the forward (version {saved._version}, expected {version})"
-            )
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield forget
 
 
 def max_logit(

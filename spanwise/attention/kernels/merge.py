@@ -15,11 +15,14 @@ backward of a whole attention takes. What is saved is one output and one lse, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from spanwise import _torch
 
 # out [B, H, T, Dv] and lse [B, H, T], without gradients; then the tokens for grad_out, out, grad_lse and lse.
 Part = tuple[Tensor, ...]
@@ -148,3 +151,49 @@ class _Result(torch.autograd.Function):
 def lse_dtype(q: Tensor) -> torch.dtype:
     """The dtype of the lse for queries ``q``: float32, float64 for float64."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@contextlib.contextmanager
+def not_saving() -> Iterator[Callable[[Sequence[Tensor], Callable[[], Sequence[Tensor]]], None]]:
+    """Inside, autograd saves tensors by hooks. Call the function at the end of the block with tensors not to keep.
+
+    Its second argument gives them in the backward, in the same strides. Hooks that are active outside, of checkpoints
+    or offloading, get all other tensors.
+    """
+    outer, notes = _torch.saved_tensor_hooks(), list[list[Any]]()
+
+    def pack(x: Tensor) -> list[Any]:
+        notes.append([x, x._version, None])
+        return notes[-1]
+
+    def forget(tensors: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> None:
+        held = [(_torch.storage_id(x), x.storage_offset(), x.numel()) for x in tensors]
+        for note in notes:
+            x = note[0]
+            at = _torch.storage_id(x), x.storage_offset()
+            for which, (of, first, count) in enumerate(held):
+                if x.numel() and at[0] == of and first <= at[1] < first + count:
+                    note[:] = None, again, (which, x.shape, x.stride(), at[1] - first)
+                    break
+            else:
+                if outer is not None:
+                    note[:] = outer[0](x), None, outer[1]
+        notes.clear()
+
+    def unpack(note: list[Any]) -> Tensor:
+        saved, version, how = note
+        if isinstance(how, tuple):
+            which, shape, stride, offset = how
+            x = version()[which]
+            return x.as_strided(shape, stride, x.storage_offset() + offset)
+        if how is not None:
+            return how(saved)
+        if saved._version != version:  # autograd's own check does not run under hooks
+            raise RuntimeError(
+                f"a tensor of shape {tuple(saved.shape)} that attention needs for its backward was changed in place "
+                f"after the forward (version {saved._version}, expected {version})"
+            )
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield forget
