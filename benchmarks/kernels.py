@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from benchmarks import plan
 from benchmarks.publish import main, publish
-from spanwise.attention.kernels.sdpa import sdpa
+from spanwise.attention.kernels.base import AttentionOptions, Chunk
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.cli.report.page import Table
 from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
@@ -159,7 +160,9 @@ def _inputs(tokens: int, heads: int, dim: int) -> list[torch.Tensor]:
 
 def _spanwise(mask: SpanMask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     start, end = torch.from_numpy(mask.start.copy()), torch.from_numpy(mask.end.copy())
-    return lambda: sdpa(q, k, v, start, end, scale=q.shape[-1] ** -0.5)[0]
+    positions = torch.arange(q.shape[2])[None]
+    chunk, options = Chunk(start, end, positions), AttentionOptions()
+    return lambda: KERNELS["sdpa"].attend(q, k, v, chunk, positions, options)[0]
 
 
 def _with_backward(

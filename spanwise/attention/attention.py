@@ -35,8 +35,9 @@ from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, mesh_of
-from spanwise.planning.heads import check_heads, kv_heads_held
 from spanwise.planning.plan import Plan
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ def _checked(
     fix_sizes(*[size for x in (q, k, v) for size in (x.shape[1], x.shape[3])])
     if isinstance(call.sinks, torch.Tensor):
         fix_sizes(*call.sinks.shape)
-    likes = (q, k, v) if local.trade is None else _as_traded(q, k, v, local)
+    likes = (q, k, v) if local.trade is None else ulysses.traded_like(q, k, v, local.trade, local.kv_trade)
     if own.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
     kernel.check(*likes, own, options, max_logit=request.max_logit)
@@ -286,22 +287,6 @@ def merged(
     return *merging.result(), top
 
 
-def _as_traded(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tensors without memory, like q, k and v after the trade; ``ValueError`` if the heads do not divide for it."""
-    assert local.trade is not None
-    check_heads(q.shape[1], k.shape[1], local.inner)
-    heads = q.shape[1] // local.inner, kv_heads_held(q.shape[1], k.shape[1], local.inner, local.trade.rank)
-    tokens = local.trade.num_tokens, (local.kv_trade or local.trade).num_tokens
-
-    def like(x: torch.Tensor, side: int) -> torch.Tensor:
-        made = x.detach().new_zeros(()).expand(x.shape[0], heads[side], tokens[side], x.shape[3])
-        return made if torch.compiler.is_compiling() else made.requires_grad_(x.requires_grad)
-
-    return like(q, 0), like(k, 1), like(v, 1)
-
-
 def zero_in_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """`x` ``[B, H, T, D]`` with zeros in padding, also where it holds NaN; no gradient passes there."""
     return x if valid is None else torch.where(valid.view(1, 1, -1, 1), x, x.new_zeros(()))
@@ -337,10 +322,11 @@ def _check_shapes(
         raise ValueError(f"q, k and v must agree in batch size, k and v in heads, q and k in head dim; got {shapes}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads; got {shapes}")
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    if not alike or q.dtype not in _FLOATS:
         raise ValueError(
-            f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, "
-            f"{v.device}"
+            f"q, k and v must share dtype and device, float64, float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, "
+            f"{v.dtype} on {q.device}, {k.device}, {v.device}"
         )
     given = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
     if any(n is not None and n != got for n, got in zip(local.attention_shape, given, strict=True)):

@@ -157,11 +157,12 @@ _torch.register_pytree_dataclass(
 def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kernel: Kernel | None = None) -> RankPlan:
     """The tensors of ``rank`` on ``device``, for `kernel`, or for any that needs no tables. Pure: no process group."""
     device, kernel = torch.device(device), kernel or Kernel()
-    if kernel.needs_tokens and plan.layout.tokens_per_rank.min() == 0:
+    if kernel.needs_tokens and 0 in (plan.layout.tokens_per_rank.min(), plan.kv_layout.tokens_per_rank.min()):
         # Checked for all ranks, so that every rank raises; the kernel would raise on the empty rank alone.
         raise ValueError(
-            f"kernel {kernel.name!r} needs at least one token on every rank, got "
-            f"{plan.layout.tokens_per_rank.tolist()}; use fewer ranks, smaller blocks or another balancer"
+            f"kernel {kernel.name!r} needs at least one token on every rank, and one key, got "
+            f"{plan.layout.tokens_per_rank.tolist()} and {plan.kv_layout.tokens_per_rank.tolist()}; use fewer ranks, "
+            f"smaller blocks or another balancer"
         )
     layout, same = plan.layout, plan.kv_layout == plan.layout
     rows = range(layout.batch_size)
@@ -171,31 +172,20 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         tokens = on_device(numbers, device)
         return _torch.mark_dynamic(tokens, 1) if kernel.dynamic_queries else tokens
 
-    def tokens_by_row(of: Layout, index: int) -> np.ndarray:
-        return np.stack([of.indices(index, row) for row in rows])
-
     def tokens_of(of: Layout, index: int) -> torch.Tensor:
-        return placed(tokens_by_row(of, index))
+        return placed(_tokens_of(of, index))
 
     tokens = tokens_of(layout, rank)
     valid = kv_valid = None
     if plan.packing is not None and plan.packing.padded:
         valid = _torch.mark_dynamic(on_device(plan.packing.valid_q[layout.indices(rank)], device), 0)
         kv_valid = _torch.mark_dynamic(on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device), 0)
-    trade = kv_trade = group_tokens = None
-    if plan.inner > 1:
-        group_tokens = tokens_of(plan.groups, group)
-        members = range(group * plan.inner, (group + 1) * plan.inner)
-        traded = [
-            ulysses.trade_of([tokens_by_row(of, r) for r in members], rank - members[0], device)
-            for of in ((layout,) if same else (layout, plan.kv_layout))
-        ]
-        trade, kv_trade = traded[0], None if same else traded[1]
+    trade, kv_trade = _trades(plan, rank, device)
     positions = documents.positions(plan, rank)
     return RankPlan(
         tokens=tokens,
         kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
-        group_tokens=group_tokens,
+        group_tokens=None if trade is None else tokens_of(plan.groups, group),
         all_runs=_torch.mark_unbacked(on_device(layout.shifts(), device), 1),
         extent=torch.empty(layout.seq_len, 0, device=device),
         padded=torch.empty(int(layout.tokens_per_rank.max()), 0, device=device),
@@ -217,6 +207,24 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         positions=None if positions is None else placed(positions),
         mesh=None,
     )
+
+
+def _tokens_of(layout: Layout, rank: int) -> np.ndarray:
+    """Tokens of a rank, ``[rows, T]``."""
+    return np.stack([layout.indices(rank, row) for row in range(layout.batch_size)])
+
+
+def _trades(plan: PlanData, rank: int, device: torch.device) -> tuple[ulysses.Trade | None, ulysses.Trade | None]:
+    """How the rank's group trades heads for tokens, and for keys if those differ."""
+    if plan.inner == 1:
+        return None, None
+    first = rank // plan.inner * plan.inner
+
+    def trade(layout: Layout) -> ulysses.Trade:
+        tokens = [_tokens_of(layout, r) for r in range(first, first + plan.inner)]
+        return ulysses.trade_of(tokens, rank - first, device)
+
+    return trade(plan.layout), None if plan.kv_layout == plan.layout else trade(plan.kv_layout)
 
 
 def local_plan(

@@ -26,7 +26,7 @@ from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.compare import Compared
 from spanwise.attention.executor import Link, RankStep, Tensors, bring
-from spanwise.planning.heads import kv_heads_of, kv_heads_read
+from spanwise.planning.heads import check_heads, kv_heads_held, kv_heads_of, kv_heads_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +115,21 @@ def to_heads(
     ]
     (q,), (k, v) = (next(each) for each in arriving)
     return q, k, v
+
+
+def traded_like(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trade: Trade, kv_trade: Trade | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tensors without memory, like q, k and v after the trade; ``ValueError`` if the heads do not divide for it."""
+    check_heads(q.shape[1], k.shape[1], trade.num_ranks)
+    heads = q.shape[1] // trade.num_ranks, kv_heads_held(q.shape[1], k.shape[1], trade.num_ranks, trade.rank)
+    tokens = trade.num_tokens, (kv_trade or trade).num_tokens
+
+    def like(x: torch.Tensor, side: int) -> torch.Tensor:
+        made = x.detach().new_zeros(()).expand(x.shape[0], heads[side], tokens[side], x.shape[3])
+        return made if torch.compiler.is_compiling() else made.requires_grad_(x.requires_grad)
+
+    return like(q, 0), like(k, 1), like(v, 1)
 
 
 def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str, *, call: Compared | None = None) -> torch.Tensor:

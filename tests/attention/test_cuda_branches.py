@@ -92,7 +92,7 @@ def test_largest_scores_of_flex(softcap: float | None) -> None:
         largest = scores.masked_fill(~inside, -torch.inf).amax(3)
         return given["value"], AuxOutput(max_scores=largest.masked_fill(largest.isinf(), 1e4))  # a row without a key
 
-    arguments = (chunk.start, chunk.end, chunk.tables, None, None, 0.3, None, softcap)
+    arguments = chunk, torch.arange(length)[None], AttentionOptions(0.3, None, softcap)
     with mock.patch.dict(flex_module._largest.__globals__, {"flex_attention": flex_attention}):
         got = flex_module._largest(q, k, *arguments)
     scores = 0.3 * q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3)

@@ -19,10 +19,11 @@ from spanwise._torch import storage_id
 from spanwise.attention.kernels import flex as flex_module
 from spanwise.attention.kernels._flex_tables import FlexTables, kv_capacity, pad_spans
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
-from spanwise.attention.kernels.flex import Flex, flex
+from spanwise.attention.kernels.flex import Flex
 from spanwise.attention.kernels.merge import Merging, merge
 from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
+from tests.kernel_calls import chunk_of, flex
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # of torch's own, on import
@@ -386,18 +387,11 @@ def test_refuses_the_cpu() -> None:
         Flex().check_device(torch.device("cpu"), None)
 
 
-def test_refuses_tables_of_another_length() -> None:
+def test_refuses_float64() -> None:
     x = problem(SpanMask.causal(Q_LEN))
-    with pytest.raises(ValueError, match="build them for the length of the K/V buffer"):
-        flex(x.q, x.k[:, :, :100], x.v[:, :, :100], x.start, x.end, x.tables, scale=SCALE)
-
-
-def test_refuses_float64_and_wrong_positions() -> None:
-    x = problem(SpanMask.causal(Q_LEN))
+    chunk = chunk_of(x.start, x.end, x.k.shape[2], x.tables)
     with pytest.raises(ValueError, match="float64"):
-        flex(*x.double(), x.tables, scale=SCALE)
-    with pytest.raises(ValueError, match=r"kv_pos must be \[2 or 1, 256\]"):
-        flex(*x, scale=SCALE, score_mod=lambda s, b, h, q, k: s, kv_pos=torch.zeros(1, 3))
+        Flex().check(*x.double()[:3], chunk, AttentionOptions())
 
 
 def test_tables_are_a_pytree_of_tensors() -> None:

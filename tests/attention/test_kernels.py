@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from spanwise.attention.kernels._engine import max_logit
 from spanwise.attention.kernels._tiles import plan_tiles
-from spanwise.attention.kernels.reference import reference
-from spanwise.attention.kernels.sdpa import sdpa
+from tests.kernel_calls import reference, sdpa
 
 Spans = tuple[torch.Tensor, torch.Tensor]
 KERNELS = [pytest.param(reference, id="reference"), pytest.param(sdpa, id="sdpa")]
@@ -607,54 +606,6 @@ def test_selective_checkpointing_sees_the_operator() -> None:
     assert calls[0] is False
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
-
-
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-
-def wrong(**changes: Callable) -> dict[str, torch.Tensor]:
-    case = make_case(causal(5))
-    args = {"q": case.q, "k": case.k, "v": case.v, "start": case.mask[0], "end": case.mask[1]}
-    return {name: changes[name](x) if name in changes else x for name, x in args.items()}
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (wrong(q=lambda q: q[0]), r"\[batch, heads, tokens, head_dim\], got q \(4, 5, 16\)"),
-        (wrong(q=lambda q: q[:, :3]), "multiple of the number of key/value heads, got 3 query heads and 2"),
-        (wrong(q=lambda q: q[..., :8]), "same head dim"),
-        (wrong(q=lambda q: q.expand(2, -1, -1, -1)), "same batch size"),
-        (wrong(v=lambda v: v[:, :, :4]), "k and v must agree"),
-        (wrong(q=lambda q: q.float()), "share one dtype"),
-        (wrong(start=lambda x: x[..., :4], end=lambda x: x[..., :4]), "describe 4 query rows, q has 5"),
-        (wrong(start=lambda x: x[0], end=lambda x: x[0]), r"\[batch or 1, num_spans, q_len\]"),
-        (wrong(start=lambda x: x.float()), "integer tensors"),
-        (wrong(end=lambda x: x.repeat(1, 2, 1)), "one shape"),
-        (wrong(start=lambda x: x.repeat(3, 1, 1), end=lambda x: x.repeat(3, 1, 1)), "batch size 3, q has 1"),
-    ],
-)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_wrong_shapes_are_named(kernel: Callable, args: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kernel(**args, scale=1.0)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_softcap_must_be_positive(kernel: Callable) -> None:
-    with pytest.raises(ValueError, match=r"softcap must be positive, got 0\.0"):
-        kernel(**wrong(), scale=1.0, softcap=0.0)
-
-
-def test_sdpa_refuses_what_it_cannot_do() -> None:
-    args = wrong()
-    with pytest.raises(ValueError, match='q on meta; use kernel="flex"'):
-        sdpa(**{**args, "q": args["q"].to("meta")}, scale=1.0)
-
-
-def test_score_mod_positions_must_fit() -> None:
-    with pytest.raises(ValueError, match="must give 5 and 12 positions, got 4 and 12"):
-        reference(**wrong(), scale=1.0, score_mod=lambda s, b, h, i, j: s, q_pos=torch.arange(4)[None])
 
 
 # --- benchmark ------------------------------------------------------------------------------------------------------

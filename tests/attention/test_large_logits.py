@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from spanwise.attention.kernels.merge import merge
-from spanwise.attention.kernels.sdpa import queries, sdpa, sdpa_part
+from spanwise.attention.kernels.table import KERNELS
+from tests.kernel_calls import sdpa, sdpa_part
 from tests.oracle import dense_attention
 from tests.pairs import covering
 
@@ -38,7 +39,7 @@ def run(tensors: list[torch.Tensor], scale: float, way: str) -> Results:
     elif way == "whole":
         out, _ = sdpa(q, k, v, start, end, scale=scale)
     else:
-        cuts, shared = [0, length // 3, length // 2, length], queries(q)
+        cuts, shared = [0, length // 3, length // 2, length], KERNELS["sdpa"].queries(q)
         out, _ = merge(
             [
                 sdpa_part(shared, k[:, :, a:b], v[:, :, a:b], start, end.clamp(a, b) - a, scale=scale)

@@ -12,14 +12,12 @@ import torch
 
 import spanwise
 from spanwise._torch import storage_id
-from spanwise.attention.kernels import varlen
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.merge import Merging, merge
-from spanwise.attention.kernels.reference import reference
-from spanwise.attention.kernels.sdpa import queries, sdpa, sdpa_part
 from spanwise.attention.kernels.table import KERNELS
 from tests.attention import test_varlen  # noqa: F401  # registers a stand-in for flash on the CPU
 from tests.attention.test_kernels import MASKS, Case, Spans, assert_exact, dense, make_case, oracle, relative_error, run
+from tests.kernel_calls import reference, sdpa, sdpa_part
 from tests.ranks.harness import run_ranks
 
 CUTS = (0, 0.35, 0.36, 0.36, 0.7, 1)  # uneven shares of the keys, one of them of no key
@@ -38,7 +36,7 @@ def in_parts(case: Case, cuts: tuple[float, ...] = CUTS) -> Callable:
     """A kernel that attends to the keys of a case chunk by chunk."""
 
     def attend(q, k, v, start, end, *, scale, softcap):
-        merging, shared = Merging(q.dtype), queries(q)
+        merging, shared = Merging(q.dtype), KERNELS["sdpa"].queries(q)
         for i, j in chunks_of(case, cuts):
             mask = mask_of((start, end), i, j)
             merging.add(sdpa_part(shared, k[:, :, i:j], v[:, :, i:j], *mask, scale=scale, softcap=softcap))
@@ -76,7 +74,7 @@ def test_some_inputs_without_gradient(wanted: str) -> None:
     case = make_case(MASKS["documents"])
     want, mask = oracle(case), case.mask
     q = case.q.clone().requires_grad_(wanted == "q")
-    merging, shared, leaves = Merging(q.dtype), queries(q), []
+    merging, shared, leaves = Merging(q.dtype), KERNELS["sdpa"].queries(q), []
     for n, (i, j) in enumerate(chunks_of(case, CUTS)):
         needs = wanted == "kv" or (wanted == "one chunk" and n == 3)
         k, v = (x[:, :, i:j].clone().requires_grad_(needs) for x in (case.k, case.v))
@@ -140,7 +138,13 @@ def test_dq_of_many_parts_is_rounded_once(dtype: torch.dtype) -> None:
     # Summed in the dtype of q it would be worse than this bound.
     q = case.q.detach().requires_grad_()
     parts = [
-        sdpa_part(queries(q), case.k[:, :, i:j], case.v[:, :, i:j], *mask_of(case.mask, i, j), scale=case.scale)
+        sdpa_part(
+            KERNELS["sdpa"].queries(q),
+            case.k[:, :, i:j],
+            case.v[:, :, i:j],
+            *mask_of(case.mask, i, j),
+            scale=case.scale,
+        )
         for i, j in chunks_of(case, eighths)
     ]
     (apart,) = torch.autograd.grad(merge(parts), q, (case.grad_out, case.grad_lse.float()))
@@ -165,7 +169,7 @@ def saved_bytes(num_parts: int, dtype: torch.dtype) -> tuple[int, int]:
             kept[storage.data_ptr()] = storage
         return x
 
-    merging, shared = Merging(q.dtype), queries(q)
+    merging, shared = Merging(q.dtype), KERNELS["sdpa"].queries(q)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         for (k_chunk, mask), (v_chunk, _) in zip(inputs[:num_parts], inputs[num_parts:], strict=True):
             merging.add(sdpa_part(shared, k_chunk, v_chunk, *mask, scale=case.scale))
@@ -187,7 +191,7 @@ def test_two_outputs_live_at_a_time() -> None:
 
     case = make_case(MASKS["documents"], dtype=torch.float32)
     q = case.q.requires_grad_()
-    merging, shared, parts = Merging(q.dtype), queries(q), []
+    merging, shared, parts = Merging(q.dtype), KERNELS["sdpa"].queries(q), []
     for i, j in chunks_of(case, tuple(n / 8 for n in range(9))):
         part = sdpa_part(shared, case.k[:, :, i:j], case.v[:, :, i:j], *mask_of(case.mask, i, j), scale=case.scale)
         parts.append(weakref.ref(part[0].untyped_storage()))
@@ -322,7 +326,6 @@ def kept_outputs(plan: spanwise.Plan, kernel: str, monkeypatch: pytest.MonkeyPat
         counted[rank] = (sum(kept.values()) / out.untyped_storage().nbytes(), out)
 
     monkeypatch.setattr(KERNELS["varlen"], "check_device", lambda *_: None, raising=False)
-    monkeypatch.setattr(varlen, "check", lambda *_: None)
     run_ranks(plan.num_ranks, on_rank)
     return [counted[rank][0] for rank in range(plan.num_ranks)]
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from spanwise import SpanMask
-from spanwise.attention.kernels.reference import reference
-from spanwise.attention.kernels.sdpa import sdpa
+from tests.kernel_calls import reference, sdpa
 from tests.oracle import make_problem, reached_by
 
 KERNELS = [pytest.param(reference, id="reference"), pytest.param(sdpa, id="sdpa")]

@@ -37,7 +37,6 @@ HOT = [
     "attention/kernels/_flex_tables.py",
     "attention/kernels/base.py",
     "attention/kernels/table.py",
-    "attention/kernels/_checks.py",
     "attention/kernels/_rounds.py",
     "attention/kernels/flex.py",
     "attention/kernels/merge.py",

@@ -273,7 +273,9 @@ def test_refusals(kernel: Kernel) -> None:
         with pytest.raises(ValueError, match="unknown kernel <class .*Dense'>"):
             call(type(kernel))
     empty_rank = spanwise.make_plan(SpanMask.causal(1), 2)
-    with pytest.raises(ValueError, match="kernel 'blockwise' needs at least one token on every rank, got \\[1, 0\\]"):
+    with pytest.raises(
+        ValueError, match="kernel 'blockwise' needs at least one token on every rank, and one key, got \\[1, 0\\]"
+    ):
         build(empty_rank, 0, kernel=Blockwise(kernel))
 
 

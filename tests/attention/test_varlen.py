@@ -19,11 +19,10 @@ from spanwise.attention.kernels import varlen as module
 from spanwise.attention.kernels._rounds import Flash, backward, forward, with_lse_gradient
 from spanwise.attention.kernels._segments import cut_rounds
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
-from spanwise.attention.kernels.merge import merge
-from spanwise.attention.kernels.reference import reference
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.attention.kernels.varlen import FLASH, Varlen, VarlenTables, check_tables, parts, rounds_part
+from spanwise.attention.kernels.varlen import FLASH, Varlen, VarlenTables, parts
 from spanwise.attention.rank_plan import build
+from tests.kernel_calls import reference
 from tests.oracle import make_problem, relative_error
 from tests.simulated import all_ranks
 
@@ -112,8 +111,11 @@ def stand_in_backward(
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def attend_rounds(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return merge([rounds_part(*args, **options)])
+def attend_rounds(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: VarlenTables, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    nothing = torch.empty(1, 1, 0, dtype=torch.int32)  # the tables hold the mask
+    return Varlen().attend(q, k, v, Chunk(nothing, nothing, nothing, tables), nothing, AttentionOptions(scale))
 
 
 # The operators have kernels for CUDA alone; these are for the CPU, registered as any backend's would be.
@@ -314,7 +316,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="cannot apply a score_mod; use kernel='flex'"):
         Varlen().check(*leaves, chunk, AttentionOptions(score_mod=lambda score, *_: score))
     with pytest.raises(ValueError, match="runs on CUDA, the tensors are on cpu"):
-        Varlen().check(*leaves, chunk, AttentionOptions())
+        Varlen().check_device(torch.device("cpu"), None)
 
 
 def test_refusals_of_cuda_tensors() -> None:
@@ -334,13 +336,6 @@ def test_refusals_of_cuda_tensors() -> None:
             kernel.check(*on_cuda(torch.float32, 64, 64), chunk, AttentionOptions())
         with pytest.raises(ValueError, match=r"head dims up to 256, got 64 \(q, k\) and 288 \(v\)"):
             kernel.check(*on_cuda(torch.bfloat16, 64, 288), chunk, AttentionOptions())
-
-
-def test_tables_of_another_mask() -> None:
-    leaves, _, _ = problem(MASKS["causal"])
-    for name in ("documents", "batched"):
-        with pytest.raises(ValueError, match="q and k have 2, 70 and 70"):
-            check_tables(leaves[0], leaves[1], problem(MASKS[name])[2])
 
 
 # --- more sequences than a call takes -------------------------------------------------------------------------------

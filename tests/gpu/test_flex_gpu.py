@@ -8,10 +8,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from spanwise.attention.kernels._flex_tables import FlexTables, kv_capacity, pad_spans
-from spanwise.attention.kernels.flex import flex, max_logit
-from spanwise.attention.kernels.reference import reference
+from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.flex import Flex
 from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
+from tests.kernel_calls import chunk_of, flex, reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,7 +161,8 @@ def test_max_logit() -> None:
     capacity = kv_capacity(700)
     q, k, _ = inputs(Q_LEN, capacity, torch.float32, kv_heads=2)
     where = spans(mask, capacity)
-    got = max_logit(q, k, *where, scale=SCALE)
+    chunk = chunk_of(*where[:2], capacity, where[2])
+    got = Flex().max_logit(q, k, chunk, torch.arange(Q_LEN, device=DEVICE)[None], AttentionOptions(SCALE))
     inside = torch.from_numpy(np.pad(mask.dense(), ((0, 0), (0, 0), (0, capacity - 700)))).to(DEVICE)[:, None]
     scores = SCALE * q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3)
     want = scores.masked_fill(~inside, float("-inf")).amax((0, 2, 3))

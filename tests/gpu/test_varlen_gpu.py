@@ -12,9 +12,9 @@ import torch
 import spanwise
 from spanwise import SpanMask
 from spanwise.attention.kernels._segments import cut_rounds
-from spanwise.attention.kernels.merge import merge
-from spanwise.attention.kernels.reference import reference
-from spanwise.attention.kernels.varlen import VarlenTables, rounds_part
+from spanwise.attention.kernels.base import AttentionOptions, Chunk
+from spanwise.attention.kernels.varlen import Varlen, VarlenTables
+from tests.kernel_calls import reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +27,11 @@ CUTS = [0, 1, 2, 130, 131, 640, 900, LENGTH]
 OWN, OTHERS = [[100, 400], [600, 900]], [[0, 100], [400, 600], [900, LENGTH]]
 
 
-def attend_rounds(*args: object, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return merge([rounds_part(*args, scale=scale)])  # type: ignore[arg-type]
+def attend_rounds(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: VarlenTables, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    nothing = torch.empty(1, 1, 0, dtype=torch.int32, device=q.device)  # the tables hold the mask
+    return Varlen().attend(q, k, v, Chunk(nothing, nothing, nothing, tables), nothing, AttentionOptions(scale))
 
 
 def random_mask(batch: int, q_len: int, kv_len: int, num: int) -> SpanMask:

@@ -114,7 +114,7 @@ def test_flex_attention_counts_what_its_hint_leaves() -> None:
 
 @pytest.mark.compiles
 def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
-    from spanwise.attention.kernels.sdpa import sdpa
+    from tests.kernel_calls import sdpa
 
     mask = spanwise.SpanMask.sliding_window(40, 7)
     area = int(mask.area().sum())

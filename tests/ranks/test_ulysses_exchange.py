@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention import ulysses
-from spanwise.attention.kernels.reference import reference
 from spanwise.attention.ulysses import Trade
 from spanwise.planning.heads import check_heads, kv_heads_of, kv_heads_read
+from tests.kernel_calls import reference
 from tests.oracle import dense_attention, make_problem
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks

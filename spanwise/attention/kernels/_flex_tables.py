@@ -1,6 +1,6 @@
 """The form in which FlexAttention takes a span mask: its non-empty blocks, and the sizes that few graphs share.
 
-Built with a rank plan; `flex` reads it. Letters of shapes: see `_checks`; A is the number of query
+Built with a rank plan; `flex` reads it. Letters of shapes: see `base`; A is the number of query
 blocks, C the number of key blocks.
 """
 

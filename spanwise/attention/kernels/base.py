@@ -6,7 +6,8 @@ A kernel knows nothing of ranks. It takes q, k, v and a `Chunk`, which holds the
 logsumexp. "Add a kernel" in docs/ shows a complete one.
 """
 
-# B batch, H query heads, K key/value heads, T queries, D query/key head dim, V value head dim, n spans of a row
+# Letters of shapes in this folder: B batch, H query heads, K key/value heads, G = H / K, Q query rows, T keys, N spans
+# of a row, D query/key head dim, V value head dim
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from spanwise import _torch
 from spanwise.attention.kernels import _engine
-from spanwise.attention.kernels._checks import check_problem
 from spanwise.attention.kernels.merge import Part, part_of
 from spanwise.masks.span_mask import SpanMask
 
@@ -32,9 +32,9 @@ class Chunk:
     """Some of the keys that a rank reads, and the mask of its queries over them. A pytree.
 
     Attributes:
-        start, end: int32 ``[B or 1, n, T]``: first key of each span and one past its last, indices into the chunk;
+        start, end: int32 ``[B or 1, N, Q]``: first key of each span and one past its last, indices into the chunk;
             ``end <= start`` is an empty span.
-        kv_pos: int32 ``[B or 1, keys]``, global position of each key.
+        kv_pos: int32 ``[B or 1, T]``, global position of each key.
         tables: the result of `Kernel.tables` for this chunk.
         route: tensors with which the exchange brings the keys; None for the rank's own.
         rows: batch rows with different masks or layouts; 1 serves any batch.
@@ -160,7 +160,6 @@ class Kernel:
                 f"kernel {self.name!r} needs {self.table_type.__name__} in the rank plan: build it with "
                 f"plan.local(mesh, device, kernel={self.name!r})"
             )
-        check_problem(q, k, v, chunk.start, chunk.end)
 
     # --- attention --------------------------------------------------------------------------------------------------
 
@@ -170,18 +169,18 @@ class Kernel:
         """Attention of the queries over the keys of one chunk.
 
         Args:
-            q: ``[B, H, T, D]``; k ``[B, K, keys, D]``, ``H % K == 0``; v ``[B, K, keys, V]``. Any strides. Keys that
-                no span reads may hold anything, NaN included, unless the kernel pads keys.
-            q_pos: int ``[B or 1, T]``, global positions of the queries.
+            q: ``[B, H, Q, D]``; k ``[B, K, T, D]``, ``H % K == 0``; v ``[B, K, T, V]``. Any strides. Keys that no span
+                reads may hold anything, NaN included, unless the kernel pads keys.
+            q_pos: int ``[B or 1, Q]``, global positions of the queries.
 
         Returns:
-            out ``[B, H, T, V]`` in the dtype of q, and the natural-log lse ``[B, H, T]`` in float32 (float64 for
+            out ``[B, H, Q, V]`` in the dtype of q, and the natural-log lse ``[B, H, Q]`` in float32 (float64 for
             float64). Both are differentiable. A row without a key has out 0, lse −inf and no gradient.
         """
         raise NotImplementedError(f"kernel {self.name!r} has no attend")
 
     def queries(self, q: Tensor) -> Any:
-        """``q`` ``[B, H, T, D]`` in the form that `attend_part` takes, made once for all chunks."""
+        """``q`` ``[B, H, Q, D]`` in the form that `attend_part` takes, made once for all chunks."""
         return q
 
     def attend_part(

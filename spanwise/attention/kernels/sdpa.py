@@ -3,7 +3,7 @@
 `spanwise::sdpa` and `spanwise::sdpa_backward` are opaque to torch.compile (their loop over tiles depends on the
 contents of the spans) and visible to selective activation checkpointing. The algorithm is FlashAttention-2's (Dao,
 2023): online softmax forward, scores recomputed from the saved lse backward; `_engine` has its steps. Letters of
-shapes: see `_checks`; R rows of a tile, C columns of a strip.
+shapes: see `base`; R rows of a tile, C columns of a strip.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spanwise.attention.kernels import _dense
-from spanwise.attention.kernels._engine import NO_KEY, Engine, check_cpu
+from spanwise.attention.kernels._engine import NO_KEY, Engine
 from spanwise.attention.kernels._flops import count_flops
 from spanwise.attention.kernels._tiles import Strip
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
@@ -26,7 +26,10 @@ _LN_2 = math.log(2)
 
 
 class Sdpa(Kernel):
-    """Attention on the CPU that skips what the mask hides; see `sdpa`."""
+    """Attention on the CPU that skips what the mask hides.
+
+    float64 is computed in float64, every other dtype in float32. Temporary memory is a few tiles.
+    """
 
     name = "sdpa"
 
@@ -41,39 +44,17 @@ class Sdpa(Kernel):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        return sdpa(q, k, v, chunk.start, chunk.end, scale=options.scale_for(q), softcap=options.softcap)
+        return merge([self.attend_part(self.queries(q), k, v, chunk, q_pos, options)], q.dtype)
 
     def queries(self, q: Tensor) -> Queries:
-        """`q` in a form whose gradient is summed over all chunks in float32, whatever q's dtype."""
-        return queries(q)
+        """`q` in a form whose gradient is summed over all chunks in float32, and rounded once, whatever q's dtype."""
+        return Queries(q.detach(), q if q.dtype == lse_dtype(q) else _Anchor.apply(q))
 
     def attend_part(
         self, queries: Queries, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> Part:
-        return sdpa_part(queries, k, v, chunk.start, chunk.end, scale=options.scale_for(k), softcap=options.softcap)
-
-
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    end: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`Kernel.attend` on the CPU. The spans of a row are disjoint; keys that none reads are not touched.
-
-    float64 is computed in float64, every other dtype in float32. Temporary memory is a few tiles.
-
-    >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    >>> start, end = torch.zeros(1, 1, 6, dtype=torch.int32), torch.arange(1, 7, dtype=torch.int32).view(1, 1, 6)
-    >>> out, lse = sdpa(q, k, k, start, end, scale=8**-0.5)  # causal
-    >>> tuple(out.shape), tuple(lse.shape)
-    ((1, 4, 6, 8), (1, 4, 6))
-    """
-    return merge([sdpa_part(queries(q), k, v, start, end, scale=scale, softcap=softcap)], q.dtype)
+        """It keeps only q, k, v and the spans. Its out is float32, to be rounded after the merge; its lse float64."""
+        return _Part.apply(*queries, k, v, chunk.start, chunk.end, options.scale_for(k), options.softcap)
 
 
 @torch.library.custom_op("spanwise::sdpa", mutates_args=())
@@ -257,7 +238,7 @@ count_flops(torch.ops.spanwise.sdpa, torch.ops.spanwise.sdpa_backward)
 
 
 class Queries(NamedTuple):
-    """Queries that several calls of `sdpa_part` share.
+    """Queries that all chunks share.
 
     Attributes:
         values: ``[B, H, Q, D]``, detached from autograd.
@@ -267,23 +248,6 @@ class Queries(NamedTuple):
 
     values: Tensor
     anchor: Tensor
-
-
-def queries(q: Tensor) -> Queries:
-    """``q`` ``[B, H, Q, D]`` for `sdpa_part`; its gradient is summed over the parts in float32 and rounded once."""
-    return Queries(q.detach(), q if q.dtype == lse_dtype(q) else _Anchor.apply(q))
-
-
-def sdpa_part(
-    q: Queries, k: Tensor, v: Tensor, start: Tensor, end: Tensor, *, scale: float, softcap: float | None = None
-) -> Part:
-    """`sdpa` over some of the keys, as a partial result for `merge`.
-
-    Arguments and errors as of `sdpa`. It keeps only q, k, v and the spans for the backward. Its out is float32
-    (float64 for float64), to be rounded after the merge; its lse float64.
-    """
-    check_cpu(q.values, k, v, start, end, softcap)
-    return _Part.apply(*q, k, v, start, end, scale, softcap)
 
 
 class _Anchor(torch.autograd.Function):

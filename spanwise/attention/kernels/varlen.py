@@ -3,7 +3,7 @@
 `_segments` cuts the mask into rounds. Each is one call of the kernel under `torch.nn.attention.varlen`, on q, k and v
 where they are: rows and keys outside a round are further sequences that compute nothing, so nothing is gathered. Two
 custom ops, as in `sdpa`. The rounds are contents of tensors, so a new plan needs no compilation. Letters of shapes: see
-`_checks`; R rounds, W head dim of the kernel's call.
+`base`; R rounds, W head dim of the kernel's call.
 """
 
 from __future__ import annotations
@@ -134,8 +134,16 @@ class Varlen(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
     ) -> None:
         super().check(q, k, v, chunk, options, max_logit=max_logit)
-        check(q, v, options)
-        check_tables(q, k, chunk.tables)
+        if options.softcap is not None or options.score_mod is not None:
+            option = "a softcap" if options.softcap is not None else "a score_mod"
+            raise ValueError(f"kernel 'varlen' cannot apply {option}; use kernel='flex' on CUDA, or 'reference'")
+        if q.dtype not in _HALVES:
+            raise ValueError(f"kernel 'varlen' takes bfloat16 or float16, got {q.dtype}; use kernel='flex'")
+        if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
+            raise ValueError(
+                f"kernel 'varlen' takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[3]} (q, k) and {v.shape[3]} (v); "
+                f"use kernel='reference'"
+            )
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
@@ -145,42 +153,8 @@ class Varlen(Kernel):
     def attend_part(
         self, queries: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> Part:
-        return rounds_part(queries, k, v, chunk.tables, scale=options.scale_for(queries))
-
-
-def check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
-    """Raise ``ValueError`` for an option, device, dtype or head dim that the kernel lacks."""
-    if options.softcap is not None or options.score_mod is not None:
-        option = "a softcap" if options.softcap is not None else "a score_mod"
-        raise ValueError(f"kernel 'varlen' cannot apply {option}; use kernel='flex' on CUDA, or 'reference'")
-    if q.device.type != "cuda":
-        raise ValueError(
-            f"kernel 'varlen' runs on CUDA, the tensors are on {q.device}; use kernel='sdpa' on the CPU, or 'reference'"
-        )
-    if q.dtype not in _HALVES:
-        raise ValueError(f"kernel 'varlen' takes bfloat16 or float16, got {q.dtype}; use kernel='flex'")
-    if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
-        raise ValueError(
-            f"kernel 'varlen' takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[3]} (q, k) and {v.shape[3]} (v); use "
-            f"kernel='reference'"
-        )
-
-
-def check_tables(q: Tensor, k: Tensor, tables: VarlenTables) -> None:
-    """Raise ``ValueError`` unless the tables are those of a mask of Q queries and T keys."""
-    if torch.compiler.is_compiling():
-        return  # the graph is traced once for many shapes: comparing them here would only add guards
-    batch, q_len, kv_len = *tables.rows.shape[1:], tables.keys.shape[2]
-    if batch not in (1, q.shape[0]) or q_len != q.shape[2] or kv_len != k.shape[2]:
-        raise ValueError(
-            f"the rounds are those of a mask of {batch} batch rows, {q_len} queries and {kv_len} keys; q and k have "
-            f"{q.shape[0]}, {q.shape[2]} and {k.shape[2]}"
-        )
-
-
-def rounds_part(q: Tensor, k: Tensor, v: Tensor, tables: VarlenTables, *, scale: float) -> Part:
-    """`Varlen.attend_part` without a chunk, on any device for which the operators have a kernel."""
-    return _Part.apply(q, k, v, *(getattr(tables, f.name) for f in dataclasses.fields(tables)), scale)
+        tables = [getattr(chunk.tables, f.name) for f in dataclasses.fields(chunk.tables)]
+        return _Part.apply(queries, k, v, *tables, options.scale_for(queries))
 
 
 class _Part(torch.autograd.Function):
