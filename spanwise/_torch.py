@@ -36,8 +36,8 @@ def group_name(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
-def start_all_gather(x: torch.Tensor, group_size: int, name: str, tag: int = _TAG) -> torch.Tensor:
-    """Start an all-gather along dim 0; the result is not readable before :func:`wait`. `tag` as in an all-to-all."""
+def start_all_gather(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
+    """Start an all-gather along dim 0; the result is not readable before :func:`wait`."""
     x = x.contiguous()
     if not _by_messages(x, name):
         if torch.compiler.is_compiling() or x.device.type == "cpu" or not is_gloo(find_group(name), x.device.type):
@@ -49,30 +49,27 @@ def start_all_gather(x: torch.Tensor, group_size: int, name: str, tag: int = _TA
         return received.flatten(0, 1)
     x = x.detach() if x.dim() else x.detach().view(1)
     received = x.new_empty(group_size, *x.shape)
-    for work in _messages(received.unbind(), [x] * group_size, find_group(name), tag):
+    for work in _messages(received.unbind(), [x] * group_size, find_group(name)):
         torch._C._distributed_c10d._register_work(received, work)
     return received.flatten(0, 1)
 
 
-def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str, tag: int = _TAG) -> torch.Tensor:
-    """Start a summing reduce-scatter along dim 0; the result is not readable before :func:`wait`. `tag` as above."""
+def start_reduce_scatter(x: torch.Tensor, group_size: int, name: str) -> torch.Tensor:
+    """Start a summing reduce-scatter along dim 0; the result is not readable before :func:`wait`."""
     x = x.contiguous()
     if not _by_messages(x, name):
         return _ops.reduce_scatter_tensor(x, "sum", group_size, name)
     parts = x.detach().unflatten(0, (group_size, -1))
     received, summed = torch.empty_like(parts), torch.empty_like(parts[0])
-    works = _messages(received.unbind(), parts.unbind(), find_group(name), tag)
+    works = _messages(received.unbind(), parts.unbind(), find_group(name))
     return _finished_by(lambda: torch.sum(received, 0, out=summed), summed, works)
 
 
-def start_all_to_all(
-    x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str, tag: int = _TAG
-) -> torch.Tensor:
+def start_all_to_all(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
     """Start an uneven all-to-all of rows along dim 0; the result is not readable before :func:`wait`.
 
     Eager code on gloo uses sends and receives. gloo's all-to-all sends before it announces that it can receive: on a
-    rank that starts late the notice queues behind the data, and the two directions of a connection take turns. The
-    `tag`, below 2^31, tells messages of different collectives apart.
+    rank that starts late the notice queues behind the data, and the two directions of a connection take turns.
     """
     x = x.contiguous()
     if not _by_messages(x, name):
@@ -86,7 +83,7 @@ def start_all_to_all(
             f"equal ones from rank {rank} to itself; got {recv_rows} to receive and {send_rows} to send"
         )
     received = x.new_empty(sum(recv_rows), *x.shape[1:])
-    for work in _messages(received.split(recv_rows), x.detach().split(send_rows), group, tag):
+    for work in _messages(received.split(recv_rows), x.detach().split(send_rows), group):
         torch._C._distributed_c10d._register_work(received, work)  # waited for by wait_tensor, all of them
     return received
 
@@ -107,14 +104,14 @@ def _by_messages(x: torch.Tensor, name: str) -> bool:
 
 
 def _messages(
-    incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int
+    incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work]:
     """Starts a message from and to each rank, those that are empty left out."""
     rank, size = group.rank(), group.size()
     incoming[rank].copy_(outgoing[rank])
     before, after = [(rank - d) % size for d in range(1, size)], [(rank + d) % size for d in range(1, size)]
-    works = [group.recv([incoming[peer]], peer, tag) for peer in before if len(incoming[peer])]
-    return works + [group.send([outgoing[peer]], peer, tag) for peer in after if len(outgoing[peer])]
+    works = [group.recv([incoming[peer]], peer, _TAG) for peer in before if len(incoming[peer])]
+    return works + [group.send([outgoing[peer]], peer, _TAG) for peer in after if len(outgoing[peer])]
 
 
 def start_all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:

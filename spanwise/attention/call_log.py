@@ -39,7 +39,7 @@ PATIENCE = 2.0  # seconds in which all ranks must fail in a call for the calls t
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 REFUSED = "an error"  # name of the call that stands for one that raised
 _WIDTH, _WORDS = 120, 8192  # digests in one all-gather; bytes that describe the calls of a rank after a mismatch
-_COME_TAG, _PROBE_TAG = 0x5BA8, 0x5BA7  # no rank receives messages with the second
+_PROBE_TAG = 0x5BA7  # no rank receives these messages
 _log = logging.getLogger("spanwise")
 
 
@@ -154,7 +154,7 @@ class CallLog:
         with _torch.without_modes():
             for group in groups:  # gloo's own wait for connections would not end when a process does
                 own = torch.zeros(1, device=_torch.comparison_device(group))
-                _torch.wait(_torch.start_all_gather(own, group.size(), _torch.group_name(group), _COME_TAG))
+                _torch.wait(_torch.start_all_gather(own, group.size(), _torch.group_name(group)))
         timeout = _torch.group_timeout(groups[0])
         self.host = _torch.host_group(self._store, f"{self._key}/connect", self.rank, len(ranks), timeout)
         self._calls: deque[Call] = deque()  # those that were not compared yet

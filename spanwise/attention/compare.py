@@ -32,14 +32,8 @@ _torch.mark_effectful(torch.ops.spanwise.compare_call.default)
 _torch.mark_effectful(torch.ops.spanwise.compare_backward.default)
 
 
-class Compared(NamedTuple):
-    """A call in eager code: its number on the mesh (-1 where calls are not compared), the same on all ranks.
-
-    `backward`, called where an exchange of a backward starts, compares that.
-    """
-
-    number: int
-    backward: Callable[[str], None]
+Compared = Callable[[str], None]
+"""Of a call in eager code: compares what a backward starts, called with its name before."""
 
 
 class Compiled(NamedTuple):
@@ -150,15 +144,12 @@ def compare_call(
     if any(map(_torch.is_fake, tensors)):
         return None
     call = Call(name, (*facts.items(), (sizes[0], tuple(sizes[1]))), _fresh(plan, amount))
-    number, seen = record(call, groups, ranks), set[tuple[int, str]]()
+    number = record(call, groups, ranks)
 
     def backward(exchange: str) -> None:
-        this = _torch.backward_number(), exchange
-        if this not in seen:  # an exchange has several steps
-            seen.add(this)
-            record(Call(f"backward of {name}", (("exchange", exchange),) if exchange else ()), groups, ranks, number)
+        record(Call(f"backward of {name}", (("exchange", exchange),) if exchange else ()), groups, ranks, number)
 
-    return Compared(number, backward)
+    return backward
 
 
 def _fresh(plan: torch.Tensor | None, amount: float | torch.Tensor | None) -> tuple[str, Hashable] | None:
@@ -222,16 +213,16 @@ def compare_backward(
     """
     if isinstance(compare, Compiled) and any(out.requires_grad for out in outputs):
         return _InBackward.apply(compare, *outputs)
-    if isinstance(compare, Compared) and not travels:
+    if compare is not None and not isinstance(compare, Compiled) and not travels:
         for out in outputs:
             if out.grad_fn is not None:
-                out.grad_fn.register_prehook(lambda _: compare.backward(""))
+                out.grad_fn.register_prehook(lambda _: compare(""))
     return outputs
 
 
 def eager(compare: Compare | None) -> Compared | None:
     """`compare` of eager code, for the executor."""
-    return compare if isinstance(compare, Compared) else None
+    return None if isinstance(compare, Compiled) else compare
 
 
 class _InBackward(torch.autograd.Function):

@@ -23,7 +23,6 @@ gradient is the collective under way. Every rank knows the plan, so no sizes tra
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -83,7 +82,7 @@ class Link(NamedTuple):
         name: of the process group.
         size: its ranks.
         label: names what travels in errors.
-        call: the call that this is part of, compared across the ranks; None where it is not, and in compiled code.
+        call: compares what starts in the backward of the call that this is part of; None in compiled code.
     """
 
     name: str
@@ -284,7 +283,7 @@ class _Wait(torch.autograd.Function):
         check_first_order()
         saved = ctx.saved_tensors  # before the comparison: a checkpoint recomputes here, and compares that
         if ctx.link.call is not None:
-            ctx.link.call.backward(ctx.link.label)
+            ctx.link.call(ctx.what)
         kind, peers, (send, recv), spare, passed = ctx.meta
         of_keys, through = (grads[:-2], grads[-1]) if passed else (grads, None)
         total = _total(ctx, saved, of_keys, through, spare)
@@ -322,21 +321,10 @@ def _collective(
 ) -> torch.Tensor:
     """Starts a step, or the way home of its gradients; do not read the result before a wait."""
     name = _name(kind, what, home=home)
-    tag = message_tag(link.call, name, rows)
     if kind == GATHERED:
         begin = _torch.start_reduce_scatter if home else _torch.start_all_gather
-        return failure.start(name, link.name, begin, rows, link.size, link.name, *tag)
-    return failure.start(name, link.name, _torch.start_all_to_all, rows, recv, send, link.name, *tag)
-
-
-def message_tag(call: Compared | None, name: str, rows: torch.Tensor) -> list[int]:
-    """The tag of messages of a call: no rank takes the rows of another call, step or direction for this one's.
-
-    Numbers of rows are not in it: ranks with different plans are found when plans are compared.
-    """
-    if call is None or call.number < 0:
-        return []
-    return [zlib.crc32(f"{call.number} {name} {rows.dtype} {rows.shape[1:]}".encode()) >> 1]
+        return failure.start(name, link.name, begin, rows, link.size, link.name)
+    return failure.start(name, link.name, _torch.start_all_to_all, rows, recv, send, link.name)
 
 
 def _name(kind: str, what: str, *, home: bool) -> str:

@@ -172,7 +172,7 @@ class Refetch:
         for j in (i, i - 1):
             if j >= 0 and j not in self._under_way:
                 if self._link.call is not None:
-                    self._link.call.backward(self._link.label)
+                    self._link.call(f"{self._link.label}, chunk {j + 1}")
                 if self._rows is None:
                     self._rows = self._form.leaving(self._kv)  # once for all chunks
                 self._under_way[j] = bring((self._rows,), [self._steps[j]], self._link)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from spanwise import _torch
 from spanwise.attention import failure
 from spanwise.attention.compare import Compared
-from spanwise.attention.executor import check_first_order, message_tag
+from spanwise.attention.executor import check_first_order
 from spanwise.recurrence import _ops
 from spanwise.recurrence.route import ChunkTable, RecurrenceRoute
 
@@ -91,7 +91,7 @@ class _Passing(torch.autograd.Function):
             out, states = _ops.run(*inputs, entries[1], *_cut(first), scale)
             (send, *chain), in_middle = tensors[_TABLES : _TABLES + 6], _ops.opened(*inputs, *_cut(middle), scale)
             own, what = _rows(states, in_middle[2]), f"all-to-all of {label}"
-            pending = _start(own, send, sizes[:2], name, what, call)
+            pending = _start(own, send, sizes[:2], name, what)
             outs.append(out)
         if not (apart and _skipped(whole)):
             out, states = _ops.run(*inputs, entries[0], *_cut(whole), scale)
@@ -128,8 +128,8 @@ class _Passing(torch.autograd.Function):
             (send, *chain), what = tensors[_TABLES + 6 : _COUNT], f"all-to-all of gradients, {ctx.label}"
             own = _rows(d_states, torch.cat([a, through.flatten(1)], dim=1))
             if ctx.call is not None:
-                ctx.call.backward(ctx.label)
-            pending = _start(own, send, ctx.sizes[2:], ctx.name, what, ctx.call)
+                ctx.call(ctx.label)
+            pending = _start(own, send, ctx.sizes[2:], ctx.name, what)
             found.append(grads)
         if not (ctx.apart and _skipped(whole)):
             d_states = d_final.index_select(0, whole.ends)
@@ -155,9 +155,8 @@ def _rows(known: Tensor, middle: Tensor) -> Tensor:
     return torch.cat([F.pad(known_PF, (middle.shape[1] - known_PF.shape[1], 0)), middle])
 
 
-def _start(rows: Tensor, send: Tensor, sizes: list[list[int]], name: str, what: str, call: Compared | None) -> Tensor:
+def _start(rows: Tensor, send: Tensor, sizes: list[list[int]], name: str, what: str) -> Tensor:
     """Starts the exchange of own maps; do not read the result before `failure.wait`."""
     send_sizes, recv_sizes = sizes
     sent = rows.index_select(0, send)
-    tag = message_tag(call, what, sent)
-    return failure.start(what, name, _torch.start_all_to_all, sent, recv_sizes, send_sizes, name, *tag)
+    return failure.start(what, name, _torch.start_all_to_all, sent, recv_sizes, send_sizes, name)
