@@ -25,7 +25,7 @@ from spanwise.overlap import _torch, consensus
 from spanwise.overlap.costs.roofline import as_cost, node_flops
 from spanwise.overlap.fx.emit import emit, merge_waits
 from spanwise.overlap.fx.graph import bind
-from spanwise.overlap.fx.operators import STARTS, WAIT, Cost, traits
+from spanwise.overlap.fx.operators import Cost, Role, is_start, traits
 from spanwise.overlap.fx.sizes import assumed, has_symbols
 from spanwise.overlap.graph_pass import describe, facts, traced
 from spanwise.overlap.optimize import Result, check_options, not_split, optimize
@@ -124,7 +124,7 @@ class Backend:
 
     def _schedule(self, gm: fx.GraphModule, *, hold: bool) -> fx.GraphModule:
         """Put `gm` into its new order, in place; with `hold`, make Inductor keep it."""
-        if not any(node.target in STARTS for node in gm.graph.nodes):
+        if not any(map(is_start, gm.graph.nodes)):
             return gm
         with consensus.failure_reported(gm):
             merge_waits(gm.graph)
@@ -170,7 +170,8 @@ def _is_tied(node: fx.Node) -> bool:
     """Whether a node is a start, a wait, or called by Inductor rather than fused: products, attention, custom ones."""
     if node.op != "call_function":
         return False
-    if node.target in STARTS or node.target is WAIT or traits(node).communicates or node_flops(node) > 0:
+    known = traits(node)
+    if known.role in (Role.START, Role.WAIT) or known.communicates or node_flops(node) > 0:
         return True
     return isinstance(node.target, _torch.OpOverload) and node.target.namespace not in _GENERATED
 

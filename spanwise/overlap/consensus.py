@@ -44,6 +44,7 @@ from spanwise.overlap.fx.operators import (
     Traits,
     arguments,
     group_of,
+    is_start,
     nodes_in,
     tensors_of,
     traits,
@@ -73,8 +74,8 @@ def insert(graph: fx.Graph, facts: Mapping[str, str], traced: Sequence[Sequence[
     if not communication:
         return None
     every = iter(traced or ([k] for k in itertools.count()))
-    replaced = {node: next(every) for node in graph.nodes if node.target in STARTS}
-    # Messages are not numbered: each rank has its own.
+    replaced = {node: next(every) for node in graph.nodes if is_start(node)}
+    # Messages and copies are not numbered: each rank has its own.
     order = sorted(k for node, _ in communication for k in replaced.get(node, ()))
     numbers = {k: number for number, k in enumerate(order, 1)}
     starts: dict[str, list[_Start]] = {}

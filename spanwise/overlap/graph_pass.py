@@ -20,7 +20,7 @@ from spanwise.hardware import Hardware
 from spanwise.overlap import _torch, consensus
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.report import Result
-from spanwise.overlap.fx.operators import STARTS, Cost
+from spanwise.overlap.fx.operators import Cost, is_start
 from spanwise.overlap.fx.sizes import Sizes
 from spanwise.overlap.fx.values import fill_values
 from spanwise.overlap.optimize import check_options, optimize
@@ -86,7 +86,7 @@ class GraphPass:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
         if not isinstance(gm, fx.GraphModule):
             raise TypeError(f"a graph pass takes an fx.GraphModule of ATen operators, got {type(gm).__name__}")
-        if not any(node.target in STARTS for node in gm.graph.nodes):
+        if not any(map(is_start, gm.graph.nodes)):
             return gm
         with consensus.failure_reported(gm):
             given = _torch.copy_module(gm)

@@ -32,7 +32,7 @@ from spanwise.overlap.costs import cache_file
 from spanwise.overlap.costs.roofline import as_cost, node_bytes, ranks_of
 from spanwise.overlap.costs.timing import calls, device_of, milliseconds, smallest, trial, why_not
 from spanwise.overlap.dag import GraphError
-from spanwise.overlap.fx.operators import COALESCED, STARTS, WAIT, Cost, group_of, is_free, tensors_of, traits
+from spanwise.overlap.fx.operators import COALESCED, STARTS, Cost, Role, group_of, is_free, tensors_of, traits
 
 _LATENCY = "latency of "
 
@@ -134,7 +134,7 @@ class Measured:
 
 def _runs(node: fx.Node) -> bool:
     """Whether a node takes device time: it is not free, and has tensors."""
-    if node.target is WAIT or is_free(node):
+    if traits(node).role is Role.WAIT or is_free(node):
         return False
     return any(map(tensors_of, (node, *node.all_input_nodes)))
 

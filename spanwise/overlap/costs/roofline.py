@@ -23,9 +23,11 @@ from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import (
     Cost,
+    Role,
     Traits,
     arguments,
     group_of,
+    host_copy,
     is_free,
     named_arguments,
     nodes_in,
@@ -173,7 +175,8 @@ class CostModel:
     one host or none does. Otherwise the ranks of a host share the traffic from outside, as in
     `Hardware.all_gather_seconds`. An all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner and Gropp,
     2005, section 4.5). An all-to-all sends 1/n to each rank. In a broadcast each rank receives everything once. A
-    message between two ranks takes the link on which all ranks of its group meet.
+    message between two ranks takes the link on which all ranks of its group meet. Copies to and from the host take
+    ``hardware.to_host`` and ``hardware.from_host``.
 
     A graph knows only its own rank's sizes of an uneven all-to-all, so ranks may price it and decide differently;
     `backend` makes that an error. Symbolic sizes count alike on all ranks.
@@ -222,17 +225,18 @@ class CostModel:
         target = node.target
         if target in _KINDS:
             return 1e3 * self._collective_seconds([node])
-        if target is operators.WAIT:
-            return 0.0
         known = traits(node)
-        if is_free(node, known):
+        if known.role is Role.WAIT or is_free(node, known):
             return 0.0
+        if copies := host_copy(node):
+            rate = self.hardware.to_host if copies == "to host" else self.hardware.from_host
+            return 1e3 * sum(t.nbytes for t in tensors_of(node)) / rate
         memory = _moved(node, known, self.fuse) / self.hardware.memory_bandwidth
         return 1e3 * max(memory, self._flop_seconds(node))
 
     def is_guess(self, node: fx.Node) -> bool:
         """Whether a cost is a guess: of a custom operator priced by its bytes alone, or of attention by all scores."""
-        if node.target in _KINDS or node.target is operators.WAIT or is_free(node):
+        if node.target in _KINDS or traits(node).role is Role.WAIT or host_copy(node) or is_free(node):
             return False
         if hides_its_mask(node):
             return True
@@ -285,6 +289,8 @@ class CostModel:
 
     def link(self, group: str) -> tuple[str, bool]:
         """The level of links on which a group's ranks meet, and whether groups share it; see `Link.shared`."""
+        if group in operators.COPIES.values():
+            return "", False
         level = self.level(group)
         return f"links {level}", self.hardware.links[level].shared
 

@@ -23,7 +23,17 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import is_attention
-from spanwise.overlap.fx.operators import COALESCED, MESSAGES, STARTS, Role, nodes_in, tensors_in, tensors_of, traits
+from spanwise.overlap.fx.operators import (
+    COALESCED,
+    MESSAGES,
+    STARTS,
+    Role,
+    host_copy,
+    nodes_in,
+    tensors_in,
+    tensors_of,
+    traits,
+)
 
 _aten = torch.ops.aten
 
@@ -99,6 +109,8 @@ def why_not(node: fx.Node) -> str | None:
         return "it does more than compute from its arguments"
     if node.target in MESSAGES:
         return "it needs its peer"
+    if host_copy(node):
+        return "it is a copy to or from the host"
     given = [(arg, tensor) for arg in node.all_input_nodes for tensor in tensors_of(arg)]
     sizes = [size for _, tensor in given for size in tensor.shape]
     sizes += [arg.meta["val"] for arg in node.all_input_nodes if not tensors_of(arg) and "val" in arg.meta]

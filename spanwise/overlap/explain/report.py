@@ -19,8 +19,7 @@ from spanwise.overlap.explain.figures import Collective, Figures, OrderFigures, 
 from spanwise.overlap.explain.reasons import Reason, hidden_counts, reasons
 from spanwise.overlap.explain.trace import save_chrome_trace
 from spanwise.overlap.explain.units import milliseconds, num_bytes
-from spanwise.overlap.fx import operators
-from spanwise.overlap.fx.operators import tensors_of
+from spanwise.overlap.fx.operators import is_start, tensors_of
 from spanwise.overlap.fx.sizes import Sizes, assumed
 from spanwise.overlap.split.record import Split
 
@@ -104,7 +103,7 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     names = groups or {}
     timeline, heavy = result.timeline, arithmetic(result.graph_module)
     split = result.split
-    starts = [node for node in result.graph_module.graph.nodes if node.target in operators.STARTS]
+    starts = list(filter(is_start, result.graph_module.graph.nodes))
     issued = [i for i in timeline.order.tolist() if timeline.dag.nodes[i].kind == Kind.START]
     why = reasons(timeline, budget=result.budget)
     given_counts = hidden_counts(timeline, hideable_by(result.given, heavy), result.members)

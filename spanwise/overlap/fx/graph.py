@@ -7,7 +7,7 @@ A node depends on more than its arguments:
 - Memory is read and written in the order of the graph: a reader stays after the last writer, a writer after all earlier
   readers. Aliases are followed to their storage. They come from the schema, and from fake tensors in ``meta["val"]``
   that share a storage.
-- A collective reads and writes until its wait.
+- A collective reads and writes until its wait; so does a copy to or from the host, whose wait frees the source.
 - `chains` adds the rest: random operators, messages between two ranks, and barriers. A barrier is an operator that
   communicates in an unknown way or touches more than its tensor arguments, or a higher-order operator that is unknown
   or runs such a subgraph.
@@ -35,6 +35,7 @@ from spanwise.overlap.fx.operators import (
     arguments,
     attribute,
     group_of,
+    host_copy,
     is_free,
     link_of,
     nodes_in,
@@ -337,6 +338,8 @@ class _Builder:
         return [(storage_of(value), every) for value in values]
 
     def _num_bytes(self, node: fx.Node, value: torch.Tensor) -> int:
+        if host_copy(node) == "to host" or any(host_copy(user) == "from host" for user in node.users):
+            return 0  # memory of the host
         try:
             size = value.untyped_storage().nbytes()
         except (NotImplementedError, RuntimeError):  # no storage

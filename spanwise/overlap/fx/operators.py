@@ -51,6 +51,8 @@ BROADCAST = frozenset({_ops.broadcast.default, _ops.broadcast_.default})
 MESSAGES = frozenset(getattr(_ops, n).default for n in ("isend", "irecv", "batch_p2p_ops") if hasattr(_ops, n))
 STARTS = ALL_GATHER | REDUCE_SCATTER | ALL_REDUCE | ALL_TO_ALL | BROADCAST | MESSAGES
 WAIT = _ops.wait_tensor.default
+# Copies of PyTorch's activation offloading, by schema, with the stream that each takes in place of a group's.
+COPIES: Mapping[str, str] = MappingProxyType({"ao::offload": "to host", "ao::reload": "from host"})
 
 # Coalesced operators that return new tensors, with the operator that does the same to one tensor.
 COALESCED: Mapping[Any, Any] = MappingProxyType(
@@ -206,9 +208,9 @@ def _of_operator(op: _torch.OpOverload) -> Traits:
         aliases = (frozenset(names[:1]),)
     copies = _torch.decomposes(op)
     known = functools.partial(Traits, names=names, writes=writes, aliases=aliases, never_copies=not copies)
-    if op in STARTS:
+    if op in STARTS or op._schema.name in COPIES:
         return known(Role.START)
-    if op is WAIT:
+    if op is WAIT or op._schema.name == "ao::wait_tensor":
         return known(Role.WAIT)
     handles = any("torch.classes." in str(a.type) for a in arguments)
     if op.namespace in _COMMUNICATION or "group_name" in names or "process_group" in names:
@@ -302,6 +304,22 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     return dict(arguments(node, traits(node)))
 
 
+def is_start(node: fx.Node) -> bool:
+    """Whether a node starts a collective, a message or a copy."""
+    return traits(node).role is Role.START
+
+
+def host_copy(node: fx.Node) -> str:
+    """ "to host" or "from host" for a node that copies there or from there, asynchronously or not; else ""."""
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    if name in COPIES or name not in ("aten::_to_copy", "prims::device_put"):
+        return COPIES.get(name, "")
+    given, made = ({t.device.type for n in nodes for t in tensors_of(n)} for nodes in (node.all_input_nodes, [node]))
+    if given == made:
+        return ""
+    return "to host" if made == {"cpu"} else "from host" if given == {"cpu"} else ""
+
+
 def received(node: fx.Node) -> list[fx.Node | None]:
     """Of each result of `MESSAGES`, the operand in which it is received; None for one that is sent."""
     given = named_arguments(node)
@@ -334,7 +352,9 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
 
 
 def group_of(node: fx.Node) -> str:
-    """Name of the process group of a collective; `GraphError` if the graph does not contain it."""
+    """Name of the process group of a collective, or the stream of a copy; `GraphError` if the graph does not tell."""
+    if (copies := host_copy(node)) != "":
+        return copies
     group = named_arguments(node).get("group_name")
     if isinstance(group, torch.distributed.ProcessGroup):
         return _torch.group_name(group)
