@@ -130,7 +130,7 @@ def cut_text(result: overlap.Result) -> str:
     if cut is None or not cut.is_cut:
         return f"whole: {result.timeline.makespan:.0f} ms predicted"
     return (
-        f"{dict(cut.collectives)} and {cut.products} products in {cut.pieces} pieces, {cut.sums} sums over pieces; "
+        f"{dict(cut.collectives)} and {cut.products} products in {cut.pieces} pieces; "
         f"{result.timeline.makespan:.0f} ms predicted, {cut.unsplit:.0f} without"
     )
 

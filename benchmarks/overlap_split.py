@@ -62,7 +62,6 @@ def row(graphs: Graphs, name: str, costs: str) -> dict[str, Any]:
         "pieces": split.pieces,
         "collectives": dict(split.collectives),
         "products": split.products,
-        "sums": split.sums,
         "copies": split.copies,
         "sensitivity": {str(n): ms for n, ms in split.sensitivity.items()},
         "seconds_whole": between - began,

@@ -191,11 +191,10 @@ def _split_text(found: Figures) -> dict[str, str]:
     if not split.is_cut:
         return {"split": f"nothing: {split.why}"}
     gain, cut = split.unsplit - after.makespan, _named(split.collectives)
-    sums = f", {split.sums:,} sums over tokens among what is cut" if split.sums else ""
     others = ", ".join(f"{milliseconds(ms)} at M / (M + {n})" for n, ms in split.sensitivity.items())
     return {
         "split": f"{cut} of {split.group} and {split.products:,} matrix products in "
-        f"{split.pieces} pieces{sums}; {milliseconds(gain)} ({gain / split.unsplit:.1%}) shorter than "
+        f"{split.pieces} pieces; {milliseconds(gain)} ({gain / split.unsplit:.1%}) shorter than "
         f"{milliseconds(split.unsplit)}, the best without, whose bound is {milliseconds(split.unsplit_bound)}",
         "pieces": f"copies take {milliseconds(split.copies)}; products of M rows run at "
         f"M / (M + {split.half_rate}) of the rate; this order takes {others}",

@@ -1,6 +1,6 @@
 """Which nodes to cut, and into how many pieces: tried with the scheduler, so that all else is as in `optimize`.
 
-regions ─► all segments in 2, 4, 8 pieces ─► without one kind of segment after another ─► with sums over tokens
+regions ─► all segments in 2, 4, 8 pieces ─► without one kind of segment after another
         ─► the shortest schedule
 """
 
@@ -60,7 +60,7 @@ class Trial:
     """A cut graph and its result.
 
     Attributes:
-        kinds: of segments and of sums that were cut.
+        kinds: of segments that were cut.
         cuts: of the nodes that were cut, by name.
         module, captured, cost, bounds: the cut graph in its own order, its dag, and its costs.
         merged, found: buckets and schedule of the cut graph.
@@ -129,22 +129,12 @@ class _Trials:
                 break
             last, pieces = found, number
         before = self.best
-        kinds = self.without(region, kinds, kinds, pieces)
+        for kind in sorted(kinds):
+            if len(kinds) > 1 and self.tried(region, kinds - {kind}, pieces):
+                kinds -= {kind}
         if self.best is before and len(kinds) > 2:
             for kind in sorted(kinds):
                 self.trial(region, frozenset({kind}), pieces)
-        if self.best is not None and self.best.region is region:
-            kinds, pieces = self.best.kinds, self.best.pieces
-        sums = frozenset(region.sums)
-        if sums and self.tried(region, kinds | sums, pieces):
-            self.without(region, kinds | sums, sums, pieces)
-
-    def without(self, region: Region, kinds: frozenset[str], some: frozenset[str], pieces: int) -> frozenset[str]:
-        """Leave out one after another of some kinds, where that helps; returns the kinds left."""
-        for kind in sorted(some):
-            if len(kinds) > 1 and self.tried(region, kinds - {kind}, pieces):
-                kinds -= {kind}
-        return kinds
 
     def tried(self, region: Region, kinds: frozenset[str], pieces: int) -> bool:
         """Whether a trial is better than all before."""
@@ -192,18 +182,17 @@ def apply(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int, va
 
 
 def cut_graphs(gm: fx.GraphModule, pieces: Iterable[int] = PIECES) -> Iterator[fx.GraphModule]:
-    """All of `gm` that can be cut, in each number of pieces, without and with sums over tokens.
+    """All of `gm` that can be cut, in each number of pieces.
 
     Costs that are measured must know what is in them (`costs.measure`).
     """
     for region in find_regions(gm.graph):
         for number in pieces:
-            for kinds in ([*region.segments], [*region.segments, *region.sums])[: 1 + bool(region.sums)]:
-                cuts = {node.name: cut for node, cut in chosen(region, frozenset(kinds)).items()}
-                module = _torch.copy_module(gm)
-                with contextlib.suppress(CannotSplit):
-                    apply(module.graph, cuts, region.tokens, number)
-                    yield module
+            cuts = {node.name: cut for node, cut in chosen(region, frozenset(region.segments)).items()}
+            module = _torch.copy_module(gm)
+            with contextlib.suppress(CannotSplit):
+                apply(module.graph, cuts, region.tokens, number)
+                yield module
 
 
 def described(gm: fx.GraphModule, trial: Trial) -> Split:
@@ -216,7 +205,6 @@ def described(gm: fx.GraphModule, trial: Trial) -> Split:
         group=trial.region.group,
         collectives=Counter(operator_name(node).split(".")[-1] for node in cut if node.target in COLLECTIVES),
         products=sum(is_product_of_rows(node, trial.cuts[node.name]) for node in cut),
-        sums=sum(of.summed for of in trial.cuts.values()),
         tokens=trial.region.tokens,
         cuts=trial.cuts,
         copies=sum(node.ms for node in dag.nodes if node.name in copies),

@@ -19,13 +19,11 @@ class Cut:
     Attributes:
         blocks: how often the region's token axis repeats, such as once for each gathered rank.
         unit: elements of the dim for one token of a block.
-        summed: the dim is one of the operands, over which the result is a sum: it is the sum of those of its pieces.
     """
 
     dim: int
     blocks: int = 1
     unit: int = 1
-    summed: bool = False
 
     def size(self, tokens: int) -> int:
         """Size of the dim in a piece of that many tokens of each block."""
@@ -45,11 +43,11 @@ def through_view(old: Sequence[int], new: Sequence[int], cut: Cut, tokens: int) 
     """The cut of a tensor of shape `old` after a view as `new`; None if no single dim holds the tokens then.
 
     >>> through_view([8, 2, 6], [16, 6], Cut(0), 8)
-    Cut(dim=0, blocks=1, unit=2, summed=False)
+    Cut(dim=0, blocks=1, unit=2)
     >>> through_view([2, 8, 6], [16, 6], Cut(1), 8)
-    Cut(dim=0, blocks=2, unit=1, summed=False)
+    Cut(dim=0, blocks=2, unit=1)
     >>> through_view([16, 6], [2, 8, 6], Cut(0, 2), 8)
-    Cut(dim=1, blocks=1, unit=1, summed=False)
+    Cut(dim=1, blocks=1, unit=1)
     >>> through_view([8, 6], [4, 2, 6], Cut(0), 8) is None
     True
     """

@@ -19,9 +19,9 @@ class Split:
         why: why nothing was cut; "" otherwise.
         group: process group of the collectives that were cut.
         collectives: cut collectives by operator, with their number in the given graph.
-        products: cut matrix products. `sums`: cut sums over tokens, such as gradients of weights.
+        products: cut matrix products.
         tokens: tokens of a rank, along the axis that was cut.
-        cuts: of each cut node, by name, where its result has the tokens; of a sum over tokens, where its operands do.
+        cuts: of each cut node, by name, where its result has the tokens.
         unsplit: milliseconds of the best schedule found without cuts. `unsplit_bound`: the bound of that graph.
         copies: milliseconds of tensors taken apart and put together.
         half_rate: a product of M rows was assumed to run at M / (M + half_rate) of the rate.
@@ -38,7 +38,6 @@ class Split:
     group: str = ""
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
     products: int = 0
-    sums: int = 0
     tokens: int = 0
     cuts: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
     unsplit: float = 0.0

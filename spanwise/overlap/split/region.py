@@ -4,7 +4,7 @@
 
 A gather of activations leads to a product of rows with a matrix, a reduce-scatter comes from one. Gathers of parameters
 lead to the right side of a product, and reduce-scatters of their gradients come from products with a transposed left
-side: neither is cut. Sums over the tokens of a region may be cut too, and gathers that only such sums read.
+side: neither is cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import fx
 from spanwise.overlap.fx.operators import STARTS, WAIT, group_of, storage_of, tensors_of, traits
 from spanwise.overlap.split.cut import Cut
 from spanwise.overlap.split.rules import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from spanwise.overlap.split.sums import sum_over
 from spanwise.overlap.split.tokenwise import COLLECTIVES, candidates, is_product_of_rows, legal, makes_rows
 
 # Dims of a collective's operand that are tried as the tokens' dim; with 1, [batch, tokens, hidden] tensors stay whole.
@@ -36,14 +35,12 @@ class Region:
         tokens: size of its token axis on a rank.
         cuts: of the result of each node, in the order of the graph.
         segments: nodes between its collectives, by kind of segment: equal layers have segments of one kind.
-        sums: sums over its tokens, by kind of sum: each with its cut, and with the cuts of what only sums read.
     """
 
     group: str
     tokens: int
     cuts: Mapping[fx.Node, Cut]
     segments: Mapping[str, tuple[tuple[fx.Node, ...], ...]]
-    sums: Mapping[str, tuple[Mapping[fx.Node, Cut], ...]]
 
     @property
     def collectives(self) -> list[fx.Node]:
@@ -205,33 +202,7 @@ def _region(
             cuts[node] = growth.cuts[node]
     if not any(node.target in COLLECTIVES for node in cuts):
         return None
-    return Region(group, tokens, cuts, _segments(cuts), _sums(growth, cuts, starts, dim))
-
-
-def _sums(
-    growth: _Growth, cuts: Mapping[fx.Node, Cut], starts: Sequence[fx.Node], dim: int
-) -> dict[str, tuple[dict[fx.Node, Cut], ...]]:
-    """Sums over tokens of the nodes of a region, or of gathers that lead to no product of rows, by kind."""
-    lone: dict[fx.Node, Cut] = {}
-    for start in starts:
-        if start.target is ALL_GATHER and start not in cuts:
-            for cut in _cuts_of(start, dim, growth.tokens):
-                if legal(start, cut, growth.tokens) is not None:
-                    lone.update(growth.forward(start, cut))
-    known = {**lone, **cuts}
-    found: dict[str, list[dict[fx.Node, Cut]]] = {}
-    for node in growth.graph.nodes:
-        of_sum = None if node in cuts or not growth.allows(node) else sum_over(node, known, growth.tokens)
-        if of_sum is not None and legal(node, of_sum, growth.tokens) is not None:
-            members, todo = {node: of_sum}, [node]
-            for reader in todo:
-                for arg in reader.all_input_nodes:
-                    if arg in lone and arg not in members and arg not in cuts:
-                        members[arg] = lone[arg]
-                        todo.append(arg)
-            kind = "sum, with a gather" if len(members) > 1 else "sum"
-            found.setdefault(f"{kind}, {_kind({node: of_sum})}", []).append(members)
-    return {kind: tuple(of_kind) for kind, of_kind in found.items()}
+    return Region(group, tokens, cuts, _segments(cuts))
 
 
 def _cuts_of(start: fx.Node, dim: int, tokens: int) -> Iterator[Cut]:
@@ -272,11 +243,7 @@ def _kind(cuts: Mapping[fx.Node, Cut]) -> str:
 
 
 def chosen(region: Region, kinds: frozenset[str]) -> dict[fx.Node, Cut]:
-    """Cuts of the nodes to cut if segments of these kinds are: they, their collectives, and nodes between these.
-
-    Args:
-        kinds: of segments, and of sums. Sums whose arguments stay whole do.
-    """
+    """Cuts of the nodes to cut if segments of these kinds are: they, their collectives, and nodes between these."""
     found = {node for kind in kinds for segment in region.segments.get(kind, ()) for node in segment}
     others = {node for of_kind in region.segments.values() for segment in of_kind for node in segment} - found
     starts = {
@@ -302,8 +269,4 @@ def chosen(region: Region, kinds: frozenset[str]) -> dict[fx.Node, Cut]:
     for node in region.cuts:  # a tuple is cut with all of its items
         if node.target is operator.getitem and node.args[0] in all_of_them:
             all_of_them.add(node)
-    cuts = {node: cut for node, cut in region.cuts.items() if node in all_of_them}
-    for members in (members for kind in sorted(kinds) for members in region.sums.get(kind, ())):
-        if len(members) > 1 or any(arg in all_of_them for arg in next(iter(members)).all_input_nodes):
-            cuts.update(members)
-    return cuts
+    return {node: cut for node, cut in region.cuts.items() if node in all_of_them}

@@ -2,7 +2,7 @@
 
 Pieces stand where their node stood, so that what reads and writes memory around them keeps its order. `schedule` moves
 them later. A whole tensor is taken apart where a piece needs a part of it; pieces are put together again, in the order
-of the whole, where something needs all of it. Pieces of a sum over tokens are added up at once, the first one first.
+of the whole, where something needs all of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Made:
     """What a rewrite made.
 
     Attributes:
-        rows: of each piece of a matrix product, by name: rows of its left operand, or tokens that it sums over.
+        rows: of each piece of a matrix product, by name: rows of its left operand.
         copies: names of the nodes that only move data: tensors taken apart and put together.
     """
 
@@ -99,11 +99,7 @@ class _Rewrite:
         if node.target is WAIT and not all(arg in self.cuts for arg in node.all_input_nodes):
             raise CannotSplit(f"{node.name!r} would be cut without its collective")
         with self.graph.inserting_before(node):
-            pieces = [self._piece(node, known, i) for i in range(len(self.bounds))]
-            if self.cuts[node].summed:
-                node.replace_all_uses_with(self._added(node, pieces))
-            else:
-                self.pieces[node] = pieces
+            self.pieces[node] = [self._piece(node, known, i) for i in range(len(self.bounds))]
 
     def _piece(self, node: fx.Node, known: Legal, i: int) -> fx.Node:
         first, end = self.bounds[i]
@@ -117,31 +113,19 @@ class _Rewrite:
         if node.target in COLLECTIVES:
             parts = {arg: self._compact(part, arg) for arg, part in parts.items()}
         try:
-            made = self._call(node, known, args, kwargs, parts)
+            made = self._call(node, args, kwargs, parts)
         except CannotSplit:  # a view of a part that has gaps
             parts = {arg: self._compact(part, None) for arg, part in parts.items()}
-            made = self._call(node, known, args, kwargs, parts)
+            made = self._call(node, args, kwargs, parts)
         if is_product_of_rows(node, self.cuts[node]):
             left = tensors_of(parts[next(arg for arg in node.all_input_nodes if arg in known.cuts)])[0]
-            summed = self.cuts[node].summed
             batches = left.shape[0] if node.target is _aten.bmm.default else 1
-            self.made.rows[made.name] = left.shape[-1] if summed else math.prod(left.shape[:-1]) // batches
+            self.made.rows[made.name] = math.prod(left.shape[:-1]) // batches
         return made
 
-    def _added(self, node: fx.Node, pieces: list[fx.Node]) -> fx.Node:
-        """The sum of the results of pieces, one after the other, with the dtype and layout of the whole."""
-        total, value = pieces[0], node.meta["val"]
-        for piece in pieces[1:]:
-            total = self._add(node, _aten.add.Tensor, (total, piece))
-        if total.meta["val"].dtype != value.dtype:
-            total = self._add(node, torch.ops.prims.convert_element_type.default, (total, value.dtype))
-        if not _same_layout(total.meta["val"], value):
-            raise CannotSplit(f"{node.name!r} has strides {value.stride()}, which the sum of its pieces has not")
-        return total
-
-    def _call(self, node: fx.Node, known: Legal, args: Any, kwargs: Any, parts: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _call(self, node: fx.Node, args: Any, kwargs: Any, parts: Mapping[fx.Node, fx.Node]) -> fx.Node:
         args, kwargs = fx.node.map_arg((args, kwargs), lambda arg: parts.get(arg, arg))
-        return self._add(node, known.target or node.target, tuple(args), kwargs)
+        return self._add(node, node.target, tuple(args), kwargs)
 
     def _part(self, arg: fx.Node, cut: Cut, i: int, user: fx.Node) -> fx.Node:
         """Piece `i` of an argument: of a cut node, or taken from a whole tensor."""

@@ -34,26 +34,22 @@ class Legal:
     Attributes:
         cuts: of arguments that must be pieces; all others are whole.
         resized: arguments of the node for a piece of a given number of tokens; None if they stay.
-        target: operator of a piece; None if it is the node's.
     """
 
     cuts: Mapping[fx.Node, Cut]
     resized: Callable[[int], Arguments] | None = None
-    target: Any = None
 
 
 Rule = Callable[[Any, dict[str, Any], Cut, int], Legal | None]
 
 
-def together(
-    *pairs: tuple[Any, Cut | None], resized: Callable[[int], Arguments] | None = None, target: Any = None
-) -> Legal | None:
+def together(*pairs: tuple[Any, Cut | None], resized: Callable[[int], Arguments] | None = None) -> Legal | None:
     """`Legal` of arguments with cuts, None for whole ones; None if a node is there with two cuts."""
     found: dict[fx.Node, Cut | None] = {}
     for arg, cut in pairs:
         if isinstance(arg, fx.Node) and found.setdefault(arg, cut) != cut:
             return None
-    return Legal({arg: cut for arg, cut in found.items() if cut is not None}, resized, target)
+    return Legal({arg: cut for arg, cut in found.items() if cut is not None}, resized)
 
 
 def _shape(node: Any) -> list[int]:
@@ -189,7 +185,7 @@ def _norm(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | No
     return together((first, cut), *((arg, None) for arg in others))
 
 
-def is_transposed(node: Any) -> bool:
+def _is_transposed(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target in _TRANSPOSED
 
 
@@ -198,7 +194,7 @@ def _mm(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | None
     bias, left, right = given.get("self"), given.get("mat1"), given.get("mat2")
     if left is None:
         bias, left = None, given["self"]
-    if cut.dim != 0 or is_transposed(left):
+    if cut.dim != 0 or _is_transposed(left):
         return None
     rows = None
     if isinstance(bias, fx.Node) and len(_shape(bias)) == 2 and _shape(bias)[0] != 1:
@@ -217,7 +213,7 @@ def _linear(node: Any, given: dict[str, Any], cut: Cut, tokens: int) -> Legal | 
     """`linear`, and `matmul` with a matrix at the right."""
     left = given.get("input", given.get("self"))
     right = given.get("weight", given.get("other"))
-    if cut.dim >= len(_shape(node)) - 1 or len(_shape(right)) != 2 or is_transposed(left):
+    if cut.dim >= len(_shape(node)) - 1 or len(_shape(right)) != 2 or _is_transposed(left):
         return None
     if len(_shape(left)) != len(_shape(node)):
         return None

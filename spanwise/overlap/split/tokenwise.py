@@ -28,14 +28,13 @@ from spanwise.overlap.split.rules import (
     Rule,
     pointwise,
 )
-from spanwise.overlap.split.sums import SUMS
 
 COLLECTIVES = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE})
 
 
 def legal(node: fx.Node, cut: Cut, tokens: int) -> Legal | None:
     """How `node` gives pieces of its result with `cut`, along an axis of so many tokens; None if it cannot."""
-    rule = SUMS.get(node.target) if cut.summed else _rule(node)
+    rule = _rule(node)
     results = tensors_of(node)
     if rule is None or not results:
         return None
@@ -44,7 +43,7 @@ def legal(node: fx.Node, cut: Cut, tokens: int) -> Legal | None:
     known = traits(node)
     if known.ordered or known.writes or known.role not in (Role.COMPUTE, Role.FREE, Role.START, Role.WAIT):
         return None
-    if not cut.summed and not all(cut.dim < x.ndim and x.shape[cut.dim] == cut.size(tokens) for x in results):
+    if not all(cut.dim < x.ndim and x.shape[cut.dim] == cut.size(tokens) for x in results):
         return None
     if node.target is operator.getitem:
         return rule(node, {}, cut, tokens)
