@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit  # type: ignore[import-untyped, unused-ignore]
+from numba.core import event  # type: ignore[import-untyped, unused-ignore]
+
+from spanwise.overlap.arrays import Graph, Ints
 
 GONE = -(2**61)  # bytes of a position that no longer counts: no later sum comes near zero
 
@@ -14,17 +20,35 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """The function as machine code, kept on disk where that is possible."""
+    """The function as machine code, kept on disk where that is possible.
+
+    It counts no references to arrays and so cannot make any: callers pass all. Counting takes 1 us a node in calls, and
+    functions compile twice as long with it.
+    """
+    options: dict[str, Any] = {"_nrt": False}
     try:
-        fast = njit(cache=True)(function)
+        fast = njit(cache=True, **options)(function)
     except RuntimeError:  # no writable place for the cache: a read-only installation without a home
-        fast = njit(function)
+        fast = njit(**options)(function)
     return cast(_Function, fast)
 
 
-def inlined(function: _Function) -> _Function:
-    """The function as a part of compiled ones: calls count references to every array that they pass, 1 us a node."""
-    return cast(_Function, njit(inline="always")(function))
+@functools.cache
+def _notice() -> None:
+    logging.getLogger("spanwise").warning("spanwise: compiling the scheduler, once; this takes some seconds")
+
+
+class _Notice(event.Listener):  # type: ignore[misc, unused-ignore]
+    def on_start(self, event: Any) -> None:
+        _notice()
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def noticed() -> AbstractContextManager[None]:
+    """Log a line where the calls inside compile first."""
+    return cast("AbstractContextManager[None]", event.install_listener("numba:compile", _Notice()))
 
 
 @compiled
@@ -56,17 +80,17 @@ def pop(heaps, sizes, row):  # type: ignore[no-untyped-def]
     return top
 
 
-@compiled
-def new_tree(values):  # type: ignore[no-untyped-def]
+def new_tree(values: Ints) -> tuple[Ints, Ints]:
     """A tree of maxima over these values, and its marks; empty for no values."""
     size = 1
     while size < len(values) + 2 and len(values):
         size *= 2
     tree = np.full(2 * size, GONE)
     tree[size + 1 : size + 1 + len(values)] = values
-    for at in range(size - 1, 0, -1):
-        tree[at] = max(tree[2 * at], tree[2 * at + 1])
-    return tree, np.zeros(2 * size, np.int64)
+    while size > 1:
+        tree[size // 2 : size] = np.maximum(tree[size : 2 * size : 2], tree[size + 1 : 2 * size : 2])
+        size //= 2
+    return tree, np.zeros(len(tree), np.int64)
 
 
 @compiled
@@ -122,8 +146,7 @@ def _in_ring(ring, member, node):  # type: ignore[no-untyped-def]
     return at == member
 
 
-@compiled
-def side_by_side(graph, order, ring, skipped):  # type: ignore[no-untyped-def]
+def side_by_side(graph: Graph, order: Ints, ring: Ints, skipped: Ints) -> tuple[Ints, int]:
     """An order in which the members of each ring are side by side, where the first of them comes, or what follows it.
 
     What a member depends on moves in front of it. `skipped` members do not bring their ring with them.
@@ -131,12 +154,18 @@ def side_by_side(graph, order, ring, skipped):  # type: ignore[no-untyped-def]
     Returns:
         The order, and -1; or a node whose ring would wait for itself.
     """
-    count = len(order)
-    found, size, num_found = np.empty(count, np.int64), 0, 0
-    state = np.zeros(count, np.int8)  # 1: its ring waits for what it depends on; 2: done
-    waits_for_others = np.zeros(count, np.bool_)
+    found, waits_for_others = np.empty(len(order), np.int64), np.zeros(len(order), np.bool_)
     waits_for_others[skipped] = True
     stack = np.empty(len(graph.deps) + 1, np.int64)
+    with noticed():
+        at_fault = _side_by_side(graph, order, ring, waits_for_others, np.zeros(len(order), np.int8), stack, found)
+    return found, at_fault
+
+
+@compiled
+def _side_by_side(graph, order, ring, waits_for_others, state, stack, found):  # type: ignore[no-untyped-def]
+    """Fill `found`; `state` is 1 where a ring waits for what it depends on, 2 where it is done."""
+    num_found = 0
     for wanted in order:
         if state[wanted] or waits_for_others[wanted]:
             continue
@@ -157,11 +186,11 @@ def side_by_side(graph, order, ring, skipped):  # type: ignore[no-untyped-def]
                     for at in range(graph.deps_at[member + 1] - 1, graph.deps_at[member] - 1, -1):
                         dep = graph.deps[at]
                         if state[dep] == 1 or _in_ring(ring, dep, node):
-                            return found, member if ring[member] != member else dep
+                            return member if ring[member] != member else dep
                         if state[dep] == 0:
                             stack[size] = dep
                             size += 1
                 member = ring[member]
                 if member == node:
                     break
-    return found, -1
+    return -1

@@ -29,15 +29,14 @@ def side_by_side(graph: Graph, order: Ints, ring: Ints, skipped: Ints) -> tuple[
     """An order in which the members of each ring are side by side, and -1; or a node whose ring waits for itself."""
     from spanwise.overlap import compiled  # loads numba, a compiler
 
-    found, at_fault = compiled.side_by_side(graph, order, ring, skipped)
-    return found, int(at_fault)
+    return compiled.side_by_side(graph, order, ring, skipped)
 
 
 def replay(graph: Graph, limits: Limits, order: Ints, contention: float = 1.0) -> Run:
     """A fixed order, run; its makespan is infinite if it breaks a limit."""
     from spanwise.overlap import machine  # loads numba, a compiler
 
-    return Run(*machine.replay(graph, limits, order, contention))
+    return machine.replay(graph, limits, order, contention)
 
 
 class Engine:
@@ -66,7 +65,7 @@ class Engine:
         known = self.limits.order
         by_priority = known[np.argsort(priorities[known], kind="stable")]
         rank = positions(by_priority)
-        return Run(*self._machine.list_schedule(self.graph, self.limits, priorities, by_priority, rank, rule, longest))
+        return self._machine.list_schedule(self.graph, self.limits, priorities, by_priority, rank, rule, longest)
 
     def backward(self, last: Floats) -> Floats:
         """Priorities: begin times of a schedule made from the end backward, nodes with the largest `last` first.
@@ -78,7 +77,7 @@ class Engine:
         known = self.limits.order[::-1]
         by_priority = known[np.argsort(-last[known], kind="stable")]
         rank, rule = positions(by_priority), Rule(memory=FREELY)
-        found = Run(*self._machine.list_schedule(self._back, self.limits, -last, by_priority, rank, rule, math.inf))
+        found = self._machine.list_schedule(self._back, self.limits, -last, by_priority, rank, rule, math.inf)
         return found.makespan - found.end
 
     def settled(self) -> list[int]:
@@ -87,7 +86,7 @@ class Engine:
         Compute keeps its order, and so does every stream. The new order takes no longer than the old one at any costs:
         if a collective takes longer than estimated, or compute before it, more time is left until its first reader.
         """
-        return Run(*self._machine.settle(self.graph, self.limits)).order.tolist()
+        return self._machine.settle(self.graph, self.limits).tolist()
 
 
 class Timeline(Intervals):

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spanwise.overlap.arrays import FREELY, GREEDILY, SAFELY, Floats, Ints
-from spanwise.overlap.compiled import GONE, add, compiled, inlined, most, new_tree, pop, push
+from spanwise.overlap.arrays import FREELY, GREEDILY, SAFELY, Floats, Graph, Ints, Limits, Rule, Run
+from spanwise.overlap.compiled import GONE, add, compiled, most, new_tree, noticed, pop, push
 
 _LOOKAHEAD = 16  # ready nodes tried when the first ones do not fit
 _COUNT, _FIRST, _ALIVE, _PEAK = range(4)  # of `State.numbers`
@@ -55,10 +55,8 @@ class State(NamedTuple):
     marks: Ints
 
 
-@compiled
-def _new_state(graph, limits, memory):  # type: ignore[no-untyped-def]
+def _new_state(graph: Graph, limits: Limits, memory: int) -> State:
     count = len(graph.ms)
-    tree, marks = new_tree(limits.alive if memory == SAFELY else limits.alive[:0])
     return State(
         np.zeros(count, np.bool_),
         graph.deps_at[1:] - graph.deps_at[:-1],
@@ -71,12 +69,17 @@ def _new_state(graph, limits, memory):  # type: ignore[no-untyped-def]
         graph.users_left.copy(),
         np.zeros((graph.streams, 2), np.int64),
         limits.touched_at[1:] - 1,
-        tree,
-        marks,
+        *new_tree(limits.alive if memory == SAFELY else limits.alive[:0]),
     )
 
 
-@inlined
+def _run_of(state: State, kept: bool) -> Run:
+    """The result; its makespan is infinite if it broke a limit."""
+    makespan = float(state.clock.max()) if kept else math.inf
+    return Run(makespan, int(state.numbers[_PEAK]), state.order, state.begin, state.end, state.issued)
+
+
+@compiled
 def _fits(graph, limits, state, memory, node):  # type: ignore[no-untyped-def]
     """Whether a node whose dependencies have run may be issued now."""
     stream = graph.stream[node]
@@ -95,7 +98,7 @@ def _fits(graph, limits, state, memory, node):  # type: ignore[no-untyped-def]
     return position == first or most(state.tree, state.marks, first, position) + new <= limits.budget
 
 
-@inlined
+@compiled
 def _issue(graph, limits, state, memory, contention, i):  # type: ignore[no-untyped-def]
     """Issue a node: it takes its stream, memory and a place in flight. Whether all limits are kept."""
     clock, numbers, stream = state.clock, state.numbers, graph.stream[i]
@@ -108,7 +111,9 @@ def _issue(graph, limits, state, memory, contention, i):  # type: ignore[no-unty
     if stream == 0:
         ms = graph.ms[i]
         if contention > 1.0:
-            busy = clock.max() - now  # compute is slower for as long as a collective runs
+            busy = 0.0  # compute is slower for as long as a collective runs
+            for at in range(len(clock)):
+                busy = max(busy, clock[at] - now)
             if busy > 0.0:
                 ms = ms * contention if ms * contention <= busy else busy + ms - busy / contention
         clock[0] = now + ms
@@ -138,7 +143,7 @@ def _issue(graph, limits, state, memory, contention, i):  # type: ignore[no-unty
     return kept
 
 
-@inlined
+@compiled
 def _update(graph, limits, state, i):  # type: ignore[no-untyped-def]
     """Bytes at the positions of the known order that are left, after node `i` has run."""
     first, position = state.numbers[_FIRST], limits.position[i]
@@ -160,7 +165,7 @@ def _update(graph, limits, state, i):  # type: ignore[no-untyped-def]
     state.numbers[_FIRST] = first
 
 
-@inlined
+@compiled
 def _take(graph, limits, state, memory, heaps, sizes, stream, too_large, by_priority, priorities, horizon):  # type: ignore[no-untyped-def]
     """Remove and return the first ready node of a stream that fits; -1 if none of the first ones does."""
     count, found = 0, -1
@@ -182,19 +187,34 @@ def _take(graph, limits, state, memory, heaps, sizes, stream, too_large, by_prio
     return found
 
 
-@compiled
-def list_schedule(graph, limits, priorities, by_priority, rank, rule, longest):  # type: ignore[no-untyped-def]
+def list_schedule(
+    graph: Graph, limits: Limits, priorities: Floats, by_priority: Ints, rank: Ints, rule: Rule, longest: float
+) -> Run:
     """A schedule by priorities, the smallest first; left, with an infinite makespan, where it exceeds `longest`."""
-    count, memory = len(graph.ms), rule.memory
-    state = _new_state(graph, limits, memory)
-    done, clock = state.done, state.clock
-    heaps, sizes = np.empty((graph.streams, count), np.int64), np.zeros(graph.streams, np.int64)
+    state = _new_state(graph, limits, rule.memory)
+    lists, sizes = np.empty((graph.streams + 3, len(graph.ms)), np.int64), np.zeros(graph.streams, np.int64)
+    lists[-1] = limits.order
     too_large = np.empty(_LOOKAHEAD, np.int64)
-    waits, instant = np.empty(count, np.int64), np.empty(count, np.int64)
+    with noticed():
+        kept = _list_schedule(
+            graph, limits, state, lists, sizes, too_large, priorities, by_priority, rank, rule, longest
+        )
+    return _run_of(state, kept)
+
+
+@compiled
+def _list_schedule(graph, limits, state, lists, sizes, too_large, priorities, by_priority, rank, rule, longest):  # type: ignore[no-untyped-def]
+    """`lists` has a heap for each stream, then ready waits, instant nodes, and nodes that may have become ready."""
+    count, memory = len(graph.ms), rule.memory
+    done, clock, heaps = state.done, state.clock, lists
+    waits, instant, new = lists[graph.streams], lists[graph.streams + 1], lists[graph.streams + 2]
     num_waits = num_instant = lowest = 0
-    work = graph.ms[graph.stream == 0].sum()  # compute that is left
+    work = 0.0  # compute that is left
+    for node in range(count):
+        if graph.stream[node] == 0:
+            work += graph.ms[node]
     soonest = math.inf  # when the first of the waits ends
-    new, num_new = limits.order.copy(), count  # nodes that may have become ready
+    num_new = count
     while True:
         for at in range(num_new):
             node = new[at]
@@ -256,11 +276,11 @@ def list_schedule(graph, limits, priorities, by_priority, rank, rule, longest): 
         if chosen < 0 and memory == SAFELY:
             chosen = limits.order[state.numbers[_FIRST]]
         if chosen < 0 or clock[0] + max(work, graph.tail[chosen]) > longest:
-            return math.inf, 0, state.order, state.begin, state.end, state.issued
+            return False
         if graph.stream[chosen] == 0:
             work -= graph.ms[chosen]
         if not _issue(graph, limits, state, memory, 1.0, chosen):
-            return math.inf, 0, state.order, state.begin, state.end, state.issued
+            return False
         if graph.stream[chosen] < 0:
             left, soonest = 0, math.inf
             for at in range(num_waits):
@@ -273,24 +293,23 @@ def list_schedule(graph, limits, priorities, by_priority, rank, rule, longest): 
         for at in range(num_new):
             new[at] = graph.users[graph.users_at[chosen] + at]
             state.missing[new[at]] -= 1
-    return clock.max(), state.numbers[_PEAK], state.order, state.begin, state.end, state.issued
+    return True
+
+
+def replay(graph: Graph, limits: Limits, order: Ints, contention: float) -> Run:
+    """Run a fixed order; the makespan is infinite if it breaks a limit."""
+    state = _new_state(graph, limits, GREEDILY)
+    with noticed():
+        kept = _replay(graph, limits, state, order, contention)
+    return _run_of(state, kept)
 
 
 @compiled
-def replay(graph, limits, order, contention):  # type: ignore[no-untyped-def]
-    """Run a fixed order; the makespan is infinite if it breaks a limit."""
-    state = _new_state(graph, limits, GREEDILY)
+def _replay(graph, limits, state, order, contention):  # type: ignore[no-untyped-def]
     kept = True
     for i in order:
         kept = _issue(graph, limits, state, GREEDILY, contention, i) and kept
-    return (
-        state.clock.max() if kept else math.inf,
-        state.numbers[_PEAK],
-        state.order,
-        state.begin,
-        state.end,
-        state.issued,
-    )
+    return kept
 
 
 @compiled
@@ -312,13 +331,21 @@ def _issue_after_deps(graph, limits, state, last, stack):  # type: ignore[no-unt
                 state.missing[graph.users[at]] -= 1
 
 
-@compiled
-def settle(graph, limits):  # type: ignore[no-untyped-def]
+def settle(graph: Graph, limits: Limits) -> Ints:
     """The known order with every start as early, and every wait as late, as dependencies and limits allow."""
-    state, count = _new_state(graph, limits, SAFELY), len(graph.ms)
-    stack, next_start = np.empty(len(graph.deps) + 1, np.int64), np.zeros(graph.streams, np.int64)
-    starts, num_starts = np.empty((graph.streams, count), np.int64), np.zeros(graph.streams, np.int64)
-    late, num_late = np.empty(count, np.int64), 0  # waits whose turn is over, in that order
+    state = _new_state(graph, limits, SAFELY)
+    lists = np.empty((graph.streams + 1, len(graph.ms)), np.int64)
+    sizes, stack = np.zeros((2, graph.streams), np.int64), np.empty(len(graph.deps) + 1, np.int64)
+    with noticed():
+        _settle(graph, limits, state, lists, sizes, stack)
+    return state.order
+
+
+@compiled
+def _settle(graph, limits, state, starts, sizes, stack):  # type: ignore[no-untyped-def]
+    """`starts` of each stream, and in the last row waits whose turn is over, in that order."""
+    num_starts, next_start = sizes[0], sizes[1]
+    late, num_late = starts[graph.streams], 0
     for i in limits.order:
         stream = graph.stream[i]
         if stream > 0:
@@ -351,4 +378,3 @@ def settle(graph, limits):  # type: ignore[no-untyped-def]
     for at in range(num_late):
         if not state.done[late[at]]:
             _issue_after_deps(graph, limits, state, late[at], stack)
-    return state.clock.max(), state.numbers[_PEAK], state.order, state.begin, state.end, state.issued

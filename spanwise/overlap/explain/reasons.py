@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from spanwise.overlap.arrays import Ints, Run, graph_of, limits_of
+from spanwise.overlap.arrays import Ints, graph_of, limits_of
 from spanwise.overlap.bounds import Reach, independent_compute
 from spanwise.overlap.dag import Dag, Kind, rounding
 from spanwise.overlap.explain.units import milliseconds, num_bytes
@@ -201,7 +201,7 @@ class _Trials:
 
         graph = self.graph if stream is None else self.graph._replace(stream=stream)
         self.left -= len(self.dag)
-        run, wait = Run(*machine.replay(graph, self.limits, order, 1.0)), self.dag.wait_of[start]
+        run, wait = machine.replay(graph, self.limits, order, 1.0), self.dag.wait_of[start]
         hides = self.timeline.exposed[start] - float(run.end[wait] - run.begin[wait])
         return hides, run.makespan - self.timeline.makespan, run.peak
 
