@@ -194,7 +194,7 @@ _BEHIND = ("JambaMambaMixer",)  # layers of these do not pass keyword arguments 
 
 
 class PlannedForward:
-    """Instance attribute `forward` of a mixer, whose functions know of ranks while a batch is planned.
+    """Its method `forward` is that of a mixer, an instance, whose functions know of ranks while a batch is planned.
 
     Attributes:
         module: the mixer.
@@ -211,7 +211,7 @@ class PlannedForward:
     def __reduce__(self) -> Any:  # for copies and pickles: the rest belongs to this instance
         return PlannedForward, (self.module, self.functions)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
         planned = mask if isinstance(mask, PlannedBatch) else kwargs.pop(ARGUMENT, None) or planned_of(mask)
         if planned is None:
@@ -273,7 +273,7 @@ def attach(decoder: nn.Module, config: Any) -> list[PlannedForward]:
     mixers = {name: PlannedForward(x, found) for name, x in decoder.named_modules() if (found := _functions(x))}
     _check(decoder, config, mixers)
     for name, mixer in mixers.items():
-        mixer.module.forward = mixer  # of this instance
+        mixer.module.forward = mixer.forward  # a method: Dynamo shares graphs among layers whose code it is
         if type(mixer.module).__name__ in _BEHIND:
             layer = decoder.get_submodule(name.rpartition(".")[0])
             layer.register_forward_pre_hook(_plan_for_mask, with_kwargs=True)

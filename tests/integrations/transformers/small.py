@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.integrations.transformers import tiny
-
+VOCAB = 160
 IMAGE, VIDEO, START, END, AUDIO, OTHER = 150, 151, 152, 153, 154, 155  # tokens
+COMMON: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16)
+COMMON |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=512)
+COMMON |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, attention_dropout=0.0)
 
 
 def _each(values: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +33,7 @@ _TEXT = _each(
         "max_position_embeddings n_positions": 512,
         "sliding_window attention_chunk_size indexer_head_dim indexer_budget": 16,
         "kv_lora_rank qk_nope_head_dim v_head_dim head_dim kv_channels": 16,
-        "vocab_size vocab_size_per_layer_input": tiny.VOCAB,
+        "vocab_size vocab_size_per_layer_input": VOCAB,
         "qk_rope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank linear_key_head_dim": 8,
     }
 )
@@ -59,7 +61,7 @@ _WHOLE = _each(
         "projection_hidden_size vision_hidden_size": 32,
     }
 )
-_WHOLE |= dict(vocab_size=tiny.VOCAB, image_size=28, patch_size=14)
+_WHOLE |= dict(vocab_size=VOCAB, image_size=28, patch_size=14)
 _SECTIONS = {"mrope_section": [2, 2, 4]}  # of half a head
 _WORDS = {f"<|visual token {i:06d}|>": 100 + i for i in range(32)} | {"<image>": IMAGE, "<|extra_200|>": OTHER}
 _LETTERS = {f"IMGIMG{'ABCD'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 100 + i for i in range(32)} | {"<image>": IMAGE}
@@ -99,9 +101,7 @@ _MORE: dict[str, dict[str, Any]] = _each(
         "mllama_text_model": dict(cross_attention_layers=[1]),
         "kosmos_2_text_model kosmos_2_5_text_model": dict(embed_dim=64, layers=2, ffn_dim=64, attention_heads=4),
         # Models with images, and their encoders.
-        "paligemma": dict(
-            text_config=tiny.COMMON | dict(model_type="gemma2", query_pre_attn_scalar=16, sliding_window=6)
-        ),
+        "paligemma": dict(text_config=COMMON | dict(model_type="gemma2", query_pre_attn_scalar=16, sliding_window=6)),
         "aria": dict(projector_patch_to_query_dict={4: 4}),
         "blip-2 instructblip": dict(image_token_index=IMAGE),
         "instructblipvideo": dict(video_token_index=IMAGE),
@@ -148,15 +148,15 @@ _OFTEN_NONE += ("q_lora_rank", *(name for name in _TEXT if name.startswith("inde
 _NO_DROPOUT = ("drop", "jitter")  # parts of names of probabilities that are set to 0
 
 
-def small_config(kind: str) -> Any:
-    """A small config of a model type, with those of its text model and encoders."""
+def small_config(kind: str, **changes: Any) -> Any:
+    """A small config of a model type, with those of its text model, which has the `changes`, and encoders."""
     config = CONFIG_MAPPING[kind]()
     if kind in _ENCODERS:
         config.vision_config = CONFIG_MAPPING[_ENCODERS[kind]]()
-    return _small(config, config.decoder if kind.startswith("musicgen") else config.get_text_config())
+    return _small(config, config.decoder if kind.startswith("musicgen") else config.get_text_config(), changes)
 
 
-def _small(config: Any, text: Any) -> Any:
+def _small(config: Any, text: Any, changes: dict[str, Any]) -> Any:
     """`config` made small; `text` is that of the text model."""
     sizes = _TEXT if config is text else _WHOLE if config.sub_configs else _ENCODER
     defaults, values = config.to_dict(), {}
@@ -165,7 +165,7 @@ def _small(config: Any, text: Any) -> Any:
         if name in config.sub_configs:
             part = getattr(config, name)
             if part is not None:
-                values[name] = _small(part, part if name == "text_config" else text)
+                values[name] = _small(part, part if name == "text_config" else text, changes)
         elif any(part in name for part in _NO_DROPOUT) and isinstance(value, float):
             values[name] = 0.0
         elif config.sub_configs and token is not None and value is not None:
@@ -187,7 +187,7 @@ def _small(config: Any, text: Any) -> Any:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "default" and "qk_rope_head_dim" not in values:  # positions of images
         values["rope_parameters"] = rope | {n: 1.0 for n in rope if n == "partial_rotary_factor"} | _SECTIONS
-    values |= _MORE.get(config.model_type, {})
+    values |= _MORE.get(config.model_type, {}) | changes
     try:
         return type(config)(**values)
     except Exception:  # its layers follow another rule

@@ -22,69 +22,39 @@ PACKINGS = [
 ]
 
 
-def _layers(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:
+def _compiled(rank: int, mesh: Any, name: str, how: str) -> Any:
+    """Steps of a model whose layers are compiled, also with states in another layout, or of a compiled model."""
     torch._dynamo.reset()  # processes are reused
     model = hf.context_parallel(tiny.model_of(name), mesh)
     counter = CompileCounterWithBackend("aot_eager")
-    for layer in model.base_model.layers:
+    run = torch.compile(model, backend=counter, fullgraph=True) if how == "whole" else model
+    for layer in model.base_model.layers if how != "whole" else ():
         layer.compile(backend=counter, fullgraph=True)
     results, graphs = [], []
-    for batch in batches:
+    for batch in (tiny.packed(d) for d in PACKINGS):
         model.zero_grad()
-        results.append(tiny.step(model, batch))
-        graphs.append(counter.frame_count)
-    return results, graphs
-
-
-def _whole(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:
-    torch._dynamo.reset()  # processes are reused
-    model = hf.context_parallel(tiny.model_of(name), mesh)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    results, graphs = [], []
-    for batch in batches:
-        model.zero_grad()
-        loss = compiled(**hf.prepare(batch, model)).loss
+        if how == "relaid":
+            plan = hf.make_plan(batch, model.config, mesh.size(), balancer="head_tail", block_size=4)
+            batch = hf.prepare(batch, model, plan.replace(relayout=True))
+        loss = run(**(hf.prepare(batch, model) if how == "whole" else batch)).loss
         loss.backward()
         results.append((loss.item(), tiny.gradients(model)))
         graphs.append(counter.frame_count)
     return results, graphs
 
 
-def _compare(name: str, results: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "layers") for name in ("gemma3", "qwen3_next")),
+        *((name, "whole") for name in ("gemma3", "mamba", "jamba")),
+        ("qwen3_next", "relaid"),
+    ],
+)
+def test_compiled(gloo_pool: GlooPool, name: str, how: str) -> None:
+    results = gloo_pool.run(2, _compiled, name, how)
     for index, documents in enumerate(PACKINGS):
         tiny.check([result[0][index] for result in results], tiny.reference(tiny.model_of(name), documents))
-
-
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
-def test_compiled_layers(gloo_pool: GlooPool, name: str) -> None:
-    results = gloo_pool.run(2, _layers, name, [tiny.packed(d) for d in PACKINGS])
-    _compare(name, results)
-    for _, graphs in results:
-        # Layers of two kinds: a graph a kind, once more when the shard's length changes, and never again.
-        assert graphs[0] == 2 and graphs[2] == graphs[3] == 4
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mamba", "jamba"])
-def test_compiled_model(gloo_pool: GlooPool, name: str) -> None:
-    results = gloo_pool.run(2, _whole, name, [tiny.packed(d) for d in PACKINGS])
-    _compare(name, results)
-    for _, graphs in results:
-        assert graphs[0] == 1 and graphs[2] == graphs[3] == 2
-
-
-def _relaid(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:
-    torch._dynamo.reset()  # processes are reused
-    model = hf.context_parallel(tiny.model_of(name), mesh)
-    for layer in model.base_model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
-    results = []
-    for batch in batches:
-        model.zero_grad()
-        plan = hf.make_plan(batch, model.config, mesh.size(), balancer="head_tail", block_size=4)
-        results.append(tiny.step(model, hf.prepare(batch, model, plan.replace(relayout=True))))
-    return results, []
-
-
-def test_compiled_layers_with_a_layout_of_their_own(gloo_pool: GlooPool) -> None:
-    _compare("qwen3_next", gloo_pool.run(2, _relaid, "qwen3_next", [tiny.packed(d) for d in PACKINGS]))
+    kinds = {"layers": 2, "whole": 1}.get(how, 0)
+    for _, graphs in results:  # a graph a kind of layer, once more when the shard's length changes, and never again
+        assert not kinds or (graphs[0] == kinds and graphs[2] == graphs[3] == 2 * kinds)

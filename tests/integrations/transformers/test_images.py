@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 
-from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, tiny
-from tests.ranks.harness import run_ranks
 
 DOCUMENTS = images.documents_of((23, 41, 30), (True, False, True))
-
-
-def _train(rank: int, mesh: Any, models: list[Any], batch: dict[str, Any]) -> Any:
-    return tiny.step(hf.context_parallel(models[rank], mesh, block_size=4), batch)
 
 
 @pytest.mark.parametrize("form", ["left", "right"])
 @pytest.mark.parametrize("name", images.MODELS)
 def test_padded(name: str, form: str) -> None:
     model = images.model_of(name)
-    results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, DOCUMENTS, form))
+    results = tiny.train(model, images.batch_of(name, DOCUMENTS, form), block_size=4)
     tiny.check(results, images.reference(name, model, DOCUMENTS))
 
 
@@ -42,7 +34,7 @@ OTHERS = {
 def test_packed(name: str) -> None:
     model = images.model_of(name)
     documents = images.documents_of((29, 31, 25), (True, name in images.ALWAYS, True), images.tokens_of(name, model))
-    results = run_ranks(3, _train, tiny.copies(model, 3), images.batch_of(name, documents, "packed", model))
+    results = tiny.train(model, images.batch_of(name, documents, "packed", model), 3, block_size=4)
     tiny.check(results, images.reference(name, model, documents))
 
 
@@ -50,7 +42,7 @@ def test_packed(name: str) -> None:
 def test_text_alone(name: str) -> None:
     documents = images.documents_of((23, 41), (False, False))
     model = images.model_of(name)
-    results = run_ranks(2, _train, tiny.copies(model, 2), images.batch_of(name, documents, "right"))
+    results = tiny.train(model, images.batch_of(name, documents, "right"), block_size=4)
     tiny.check(results, images.reference(name, model, documents))
 
 
@@ -63,24 +55,6 @@ def test_videos(name: str) -> None:
     alone = [images.marks_of(name, document[None]) for document in documents]
     alone[0] |= video
     want = tiny.reference(model, documents, alone)
-    tiny.check(run_ranks(2, _train, tiny.copies(model, 2), batch), want)
+    tiny.check(tiny.train(model, batch, block_size=4), want)
     alone[0] |= {"pixel_values_videos": -video["pixel_values_videos"]}
     assert abs(tiny.reference(model, documents, alone)[0] - want[0]) > 1e-5  # the video counts
-
-
-def test_packed_documents_need_positions_of_images() -> None:
-    model = images.model_of("qwen2_vl")
-    batch = images.batch_of("qwen2_vl", DOCUMENTS, "packed", model)
-    del batch["position_ids"]
-    with pytest.raises(ValueError, match=r"pass position_ids, \[3, B, S\]"):
-        run_ranks(2, _train, tiny.copies(model, 2), batch)
-
-
-def test_positions_that_start_anew_at_images() -> None:
-    """HunYuan-VL's; an image would begin a document."""
-    model = images.model_of("hunyuan_vl")
-    documents = images.documents_of((29, 31), (True, False), images.tokens_of("hunyuan_vl", model))
-    batch = images.batch_of("hunyuan_vl", documents, "packed", model)
-    for left_out in ("cu_seq_lens_q", "position_ids"):
-        with pytest.raises(ValueError, match="pad the batch"):
-            run_ranks(2, _train, tiny.copies(model, 2), {n: x for n, x in batch.items() if n != left_out})

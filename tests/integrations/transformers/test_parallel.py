@@ -180,40 +180,6 @@ def test_checkpointing(gloo_pool: GlooPool, name: str, reentrant: bool) -> None:
     tiny.check(results, tiny.reference(tiny.model_of(name), documents))
 
 
-# Frequencies that depend on the longest document of a batch: a document alone would get others.
-EQUAL_LENGTHS = ("llama, dynamic NTK", "phi3, longrope")
-
-
-def _every_model(rank: int, mesh: Any, batches: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {name: _step(hf.context_parallel(tiny.model_of(name), mesh), batch) for name, batch in batches.items()}
-
-
-# On four ranks each kind of mask and of correction once; on two the other ways to reach attention, but those that
-# test_mixers has. All of them in the slow tests.
-SOME = ("llama", "gemma3", "llama4", "gpt_oss", "deepseek_v3", "llama, dynamic NTK", "qwen3_moe, auxiliary loss")
-OTHERS = (
-    "phi3, longrope", "mistral, sliding", "mixtral, auxiliary loss", "gemma2", "cohere2", "granite", "gpt_neox", "gpt2",
-    "gpt_bigcode", "opt", "bert", "modernbert", "qwen3_5", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "zamba2",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("ranks", "names"),
-    [
-        pytest.param(2, OTHERS, id="others, 2"),
-        pytest.param(2, tuple(tiny.CONFIGS), id="2", marks=pytest.mark.slow),
-        pytest.param(4, SOME, id="some, 4"),
-        pytest.param(4, tuple(tiny.CONFIGS), id="4", marks=pytest.mark.slow),
-    ],
-)
-def test_every_configuration(gloo_pool: GlooPool, ranks: int, names: tuple[str, ...]) -> None:
-    documents = {n: tiny.documents_of((31, 31) if n in EQUAL_LENGTHS else (23, 41, 7, 30, 1)) for n in names}
-    batches = {name: tiny.packed(each) for name, each in documents.items()}
-    results = gloo_pool.run(ranks, _every_model, batches)
-    for name, each in documents.items():
-        tiny.check([result[name] for result in results], tiny.reference(tiny.model_of(name), each))
-
-
 def _with_ddp(rank: int, mesh: Any, batch: dict[str, Any]) -> Any:
     model = tiny.model_of("llama")
     result = _step(DistributedDataParallel(hf.context_parallel(model, mesh)), batch)

@@ -18,6 +18,7 @@ from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft reads what transformers deprecates
+_SAVED: dict[str, Any] = dict(modules_to_save=["lm_head"])
 DOCUMENTS = tiny.documents_of((23, 41, 7))
 
 
@@ -29,29 +30,22 @@ def _lora(model: Any, modules: tuple[str, ...] = ("q_proj", "v_proj"), **options
     return peft.get_peft_model(model, config).train()
 
 
-@pytest.mark.parametrize("given", ["the PEFT model", "its base model"])
+@pytest.mark.parametrize("given", ["the PEFT model", "its base model", "a model before"])
 def test_lora(given: str) -> None:
-    models = [_lora(tiny.model_of("llama"), modules_to_save=["lm_head"]) for _ in range(2)]
+    models = [tiny.model_of("llama") for _ in range(2)]
     # The same modules without PEFT's wrapper: its base model holds the adapters.
-    loss, grads = tiny.reference(copy.deepcopy(models[0]).get_base_model(), DOCUMENTS)
-    want = loss, {f"base_model.model.{name}": x for name, x in grads.items()}
+    loss, grads = tiny.reference(_lora(copy.deepcopy(models[0]), **_SAVED).get_base_model(), DOCUMENTS)
+    if given != "a model before":
+        models = [_lora(model, **_SAVED) for model in models]
 
     def on_rank(rank: int, mesh: Any) -> Any:
         model = models[rank]
-        hf.context_parallel(model if given == "the PEFT model" else model.get_base_model(), mesh)
-        return tiny.step(model, tiny.packed(DOCUMENTS))
+        hf.context_parallel(model.get_base_model() if given == "its base model" else model, mesh)
+        return tiny.step(_lora(model, **_SAVED) if given == "a model before" else model, tiny.packed(DOCUMENTS))
 
-    tiny.check(run_ranks(2, on_rank), want)
-
-
-def test_lora_after_context_parallel() -> None:
-    model = tiny.model_of("llama")
-    loss, grads = tiny.reference(_lora(copy.deepcopy(model)).get_base_model(), DOCUMENTS)
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        return tiny.step(_lora(hf.context_parallel(model, mesh)), tiny.packed(DOCUMENTS))
-
-    tiny.check(run_ranks(1, on_rank), (loss, {f"base_model.model.{name}": x for name, x in grads.items()}))
+    ranks = 1 if given == "a model before" else 2  # threads draw from one generator
+    want = loss, {f"base_model.model.{name}": x for name, x in grads.items()}
+    tiny.check(run_ranks(ranks, on_rank), want)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +58,10 @@ def test_lora_after_context_parallel() -> None:
     ],
 )
 def test_lora_in_layers_with_a_state(name: str, modules: tuple[str, ...]) -> None:
-    models = [_lora(tiny.model_of(name), modules) for _ in range(2)]
-    loss, grads = tiny.reference(copy.deepcopy(models[0]).get_base_model(), DOCUMENTS)
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        hf.context_parallel(models[rank], mesh)
-        return tiny.step(models[rank], tiny.packed(DOCUMENTS))
-
-    tiny.check(run_ranks(2, on_rank), (loss, {f"base_model.model.{n}": x for n, x in grads.items()}))
+    model = _lora(tiny.model_of(name), modules)
+    loss, grads = tiny.reference(copy.deepcopy(model).get_base_model(), DOCUMENTS)
+    want = loss, {f"base_model.model.{n}": x for n, x in grads.items()}
+    tiny.check(tiny.train(model, tiny.packed(DOCUMENTS)), want)
 
 
 def _virtual(kind: Any) -> Any:
@@ -79,25 +69,9 @@ def _virtual(kind: Any) -> Any:
     return peft.get_peft_model(tiny.model_of("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).train()
 
 
-def test_prompt_tuning() -> None:
-    """The prompt stands before the padding of a row, so documents are padded on the right."""
-    models = [_virtual(peft.PromptTuningConfig) for _ in range(2)]
-    batch = tiny.padded(DOCUMENTS, "right")
-    want = tiny.step(copy.deepcopy(models[0]), batch)
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        hf.context_parallel(models[rank], mesh)
-        return tiny.step(models[rank], batch)
-
-    tiny.check(run_ranks(2, on_rank), want)
-
-
-def test_prefix_tuning() -> None:
-    model = _virtual(peft.PrefixTuningConfig)
-
-    def on_rank(rank: int, mesh: Any) -> None:
-        hf.context_parallel(model, mesh)
-        model(**tiny.padded(DOCUMENTS, "right"))
-
+def test_virtual_tokens() -> None:
+    """The prompt stands before the padding of a row, so documents are padded on the right; prefixes are refused."""
+    model, batch = _virtual(peft.PromptTuningConfig), tiny.padded(DOCUMENTS, "right")
+    tiny.check(tiny.train(model, batch), tiny.step(copy.deepcopy(model), batch))
     with pytest.raises(ValueError, match="as with prefix tuning"):
-        run_ranks(1, on_rank)
+        tiny.train(_virtual(peft.PrefixTuningConfig), batch, 1)

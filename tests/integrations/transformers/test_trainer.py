@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("datasets", reason="datasets is not installed")
 
-from tests.integrations.transformers import images
+from tests.integrations.transformers import images, tiny
 from tests.integrations.transformers import trainer_runs as runs
 
 EVALUATED: dict[str, Any] = dict(
@@ -185,78 +185,51 @@ def test_reductions_count_a_group_once(gloo_pool: Any) -> None:
     assert start(gloo_pool, 4, sums, **axes) == [[3.0, 1.5, 2.0]] * 4
 
 
-def random_batches(cls: Any) -> str:
-    with pytest.raises(ValueError, match="got different batches of equal lengths"):
-        runs.plain(cls, collator=runs.pad_at_random)
-    return "raised"
-
-
 def refusals(cls: Any) -> dict[str, str]:
-    """The error of each argument that is refused, made before training starts."""
+    """The error of each argument or model that is refused, most of them before training starts."""
     from accelerate import ParallelismConfig
-    from transformers import Trainer, TrainingArguments
-
-    errors = {}
-
-    def attempt(name: str, model: Any = None, **changes: Any) -> None:
-        with pytest.raises(ValueError) as caught:
-            cls(Trainer)(model or runs.model_of("llama"), args=runs.arguments(TrainingArguments, **changes))
-        errors[name] = str(caught.value)
-
-    attempt("torch_compile", torch_compile=True)
-    attempt("auto_find_batch_size", auto_find_batch_size=True)
-    attempt("use_liger_kernel", use_liger_kernel=True)
-    attempt("neftune_noise_alpha", neftune_noise_alpha=5.0)
-    attempt("dispatch_batches", accelerator_config={"dispatch_batches": True})
-    attempt("batch_rebalance", train_sampling_strategy="batch_rebalance")
-    attempt("eval_use_gather_object", eval_use_gather_object=True)
-    attempt("parallelism_config", parallelism_config=ParallelismConfig(dp_replicate_size=2))
-    sharded = runs.model_of("llama")
-    sharded._is_distributed_loading_by_transformers = True
-    attempt("distributed_config", model=sharded)
-    return errors
-
-
-def other_losses(cls: Any) -> str:
-    from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
-
-    from tests.integrations.transformers import tiny
-
-    model = AutoModelForSequenceClassification.from_config(tiny.config_of("llama"))
-    with pytest.raises(ValueError) as caught:
-        cls(Trainer)(model, args=runs.arguments(TrainingArguments))
-    return str(caught.value)
-
-
-def attention_dropout(cls: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        runs.plain(cls, model="llama", config=dict(attention_dropout=0.1))
-    return str(caught.value)
-
-
-def prepared_for_another_loss(cls: Any) -> str:
-    """A model that keeps its loss function, which sees one rank's tokens."""
     from torch.distributed.device_mesh import init_device_mesh
-    from transformers import Trainer, TrainingArguments
+    from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
     from spanwise.integrations import transformers as hf
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    model = hf.context_parallel(runs.model_of("llama"), mesh, reduce_loss=False)
-    with pytest.raises(ValueError) as caught:
-        hf.trainer(Trainer, mesh)(model, args=runs.arguments(TrainingArguments))
-    return str(caught.value)
+    sharded, replicas = runs.model_of("llama"), ParallelismConfig(dp_replicate_size=2)
+    sharded._is_distributed_loading_by_transformers = True
+    arguments: dict[str, dict[str, Any]] = {
+        "torch_compile": dict(torch_compile=True),
+        "auto_find_batch_size": dict(auto_find_batch_size=True),
+        "use_liger_kernel": dict(use_liger_kernel=True),
+        "neftune_noise_alpha": dict(neftune_noise_alpha=5.0),
+        "dispatch_batches": dict(accelerator_config={"dispatch_batches": True}),
+        "batch_rebalance": dict(train_sampling_strategy="batch_rebalance"),
+        "eval_use_gather_object": dict(eval_use_gather_object=True),
+        "parallelism_config": dict(parallelism_config=replicas),
+    }
+    models = {
+        "distributed_config": sharded,
+        "causal language models": LlamaForSequenceClassification(tiny.config_of("llama")),
+        "prepared for another mesh or loss": hf.context_parallel(runs.model_of("llama"), mesh, reduce_loss=False),
+    }
+    steps = {
+        "attention dropout; set 0.1 to 0": dict(model="llama", config=dict(attention_dropout=0.1)),
+        "different batches of equal lengths": dict(collator=runs.pad_at_random),
+    }
+
+    def error(act: Any, *args: Any, **options: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            act(*args, **options)
+        return str(caught.value)
+
+    made = lambda model, **changes: cls(Trainer)(model, args=runs.arguments(TrainingArguments, **changes))  # noqa: E731
+    errors = {name: error(made, runs.model_of("llama"), **changes) for name, changes in arguments.items()}
+    errors |= {name: error(made, model) for name, model in models.items()}
+    return errors | {name: error(runs.plain, cls, **options) for name, options in steps.items()}
 
 
 def test_refuses_before_training(gloo_pool: Any) -> None:
     errors = start(gloo_pool, 2, refusals)
-    assert errors[0] == errors[1]
-    for name, text in errors[0].items():
-        assert name in text and "does not go with hf.trainer; " in text
-    assert "causal language models" in start(gloo_pool, 2, other_losses)[0]
-    assert start(gloo_pool, 2, random_batches) == ["raised"] * 2
-    assert "there is no attention dropout; set 0.1 to 0 in the config" in start(gloo_pool, 2, attention_dropout)[1]
-    assert "is prepared for another mesh or loss" in start(gloo_pool, 2, prepared_for_another_loss)[0]
+    assert errors[0] == errors[1] and all(name in text for name, text in errors[0].items()), errors[0]
 
 
 def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:

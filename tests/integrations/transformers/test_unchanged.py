@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,43 +54,23 @@ def test_without_a_plan(name: str, attention: str, tmp_path: Path) -> None:
 
 
 def test_decoding_while_the_model_trains() -> None:
+    def generate(mine: Any, ids: Any) -> Any:
+        return mine.train().generate(ids, max_new_tokens=4, do_sample=False)
+
     model = tiny.model_of("llama")
-    want = copy.deepcopy(model).generate(IDS, max_new_tokens=4, do_sample=False)
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        return hf.context_parallel(model, mesh).train().generate(IDS, max_new_tokens=4, do_sample=False)
-
-    assert torch.equal(run_ranks(1, on_rank)[0], want)
+    assert torch.equal(tiny.train(model, IDS, 1, generate)[0], generate(model, IDS))
 
 
-def test_a_copy_trains_its_own_parameters() -> None:
-    documents = tiny.documents_of((31, 31))
-    model = tiny.model_of("llama, dynamic NTK")
-    want = tiny.reference(model, documents)
-    models = tiny.copies(model, 2)
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        first = hf.context_parallel(models[rank], mesh)
-        second = copy.deepcopy(first)
-        result = tiny.step(second, tiny.packed(documents))
-        assert tiny.gradients(first) == {}
-        return result
-
-    tiny.check(run_ranks(2, on_rank), want)
-
-
-def test_two_models_of_one_class() -> None:
-    """One under context parallelism does not change another of its class."""
+@pytest.mark.parametrize("name", ["mixtral, auxiliary loss", "qwen3_next"])
+def test_two_models_of_one_class(name: str) -> None:
+    """One under context parallelism changes neither another of its class nor their module."""
     documents = tiny.documents_of((23, 41))
-    model, other = tiny.model_of("mixtral, auxiliary loss"), tiny.model_of("mixtral, auxiliary loss", seed=7)
-    want, other_want = tiny.reference(model, documents), tiny.step(copy.deepcopy(other), tiny.packed(documents))
-    models, others = tiny.copies(model, 2), tiny.copies(other, 2)
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        mine = tiny.step(hf.context_parallel(models[rank], mesh), tiny.packed(documents))
-        loss, gradients = tiny.step(others[rank], tiny.packed(documents))
-        assert loss == other_want[0]
-        assert all(torch.equal(gradients[name], x) for name, x in other_want[1].items())
-        return mine
-
-    tiny.check(run_ranks(2, on_rank), want)
+    model, other, batch = tiny.model_of(name), tiny.model_of(name, seed=7), tiny.packed(documents)
+    names = dict(vars(sys.modules[type(model).__module__]))
+    loss, gradients = tiny.step(copy.deepcopy(other), batch)
+    results = tiny.train(model, batch, act=lambda mine, given: (*tiny.step(mine, given), copy.deepcopy(other)))
+    for *_, unchanged in results:
+        got = tiny.step(unchanged, batch)
+        assert got[0] == loss and all(torch.equal(got[1][n], x) for n, x in gradients.items())
+    assert all(vars(sys.modules[type(model).__module__])[n] is x for n, x in names.items())
+    tiny.check([result[:2] for result in results], tiny.reference(model, documents))

@@ -14,31 +14,30 @@ from torch.distributed.fsdp import fully_shard
 import spanwise
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
-from tests.integrations.transformers.test_blocks import MODELS
+from tests.integrations.transformers.test_blocks import MODELS, model_of
 from tests.ranks.gloo import GlooPool
-from tests.ranks.harness import run_ranks
 
 DOCUMENTS = tiny.documents_of((23, 41, 7))
 
 
-def _verify(
-    rank: int, mesh: Any, models: list[Any], batch: dict[str, Any], plan: Any = None, break_it: Any = None
-) -> Any:
-    model = hf.context_parallel(models[rank], mesh)
-    if break_it is not None:
-        break_it(model)
-    held = torch.ones_like(model.lm_head.weight)
-    model.lm_head.weight.grad = held
+def _verify(model: Any, batch: dict[str, Any], plan: Any = None) -> Any:
+    held = torch.ones_like(model.get_output_embeddings().weight)
+    model.get_output_embeddings().weight.grad = held
     report = hf.verify(model, batch, plan=plan)
-    assert model.training and model.lm_head.weight.grad is held
+    assert model.training and model.get_output_embeddings().weight.grad is held
     return report
 
 
-@pytest.mark.parametrize("form", ["packed", "left"])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
+_STATES = [pytest.param(name, "packed", marks=pytest.mark.slow) for name in ("mamba2", "jamba")]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("gemma3", "packed"), ("gemma3", "left"), ("qwen3_moe", "packed"), ("qwen3_next", "packed"), *_STATES],
+)
 def test_models_are_verified(name: str, form: str) -> None:
     batch = tiny.packed(DOCUMENTS) if form == "packed" else tiny.padded(DOCUMENTS, form)
-    for report in run_ranks(2, _verify, tiny.copies(tiny.model_of(name), 2), batch):
+    for report in tiny.train(name, batch, act=_verify):
         assert report.ok, str(report)
         assert report.probed == (22, 23) and max(report.errors.values()) < 1e-5
 
@@ -46,11 +45,9 @@ def test_models_are_verified(name: str, form: str) -> None:
 @pytest.mark.parametrize("name", ["gemma3", "hrm_text"])
 def test_models_with_blocks_are_verified(name: str) -> None:
     """Each document alone, with its marks: a packed forward would join the prefixes of all documents."""
-    make, argument, _ = MODELS[name]
-    model = tiny.randomized(make()).float().train()
+    argument = MODELS[name][0]
     batch = tiny.packed(DOCUMENTS) | {argument: torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()}
-    models = tiny.copies(model, 2)
-    for report in run_ranks(2, lambda rank, mesh: hf.verify(hf.context_parallel(models[rank], mesh), batch)):
+    for report in tiny.train(model_of(name), batch, act=hf.verify):
         assert report.ok and max(report.errors.values()) < 1e-5, str(report)
 
 
@@ -72,23 +69,20 @@ def test_another_mask_is_found() -> None:
     offsets = [0, 23, 64, 71]
     mask = spanwise.SpanMask.causal(length)
     plan = spanwise.make_plan({"full_attention": mask}, 2, cu_seqlens=offsets)
-    for report in run_ranks(2, _verify, tiny.copies(tiny.model_of("llama"), 2), tiny.packed(DOCUMENTS), plan):
+    for report in tiny.train("llama", tiny.packed(DOCUMENTS), act=lambda model, batch: _verify(model, batch, plan)):
         assert not report.ok and report.errors["logits"] > 0.01 and report.errors["parameters"] > 0.01
         assert {row for row, token in report.leaks if token == 22} == set(range(23, 71))
         assert not [pair for pair in report.leaks if pair[0] < 23]
 
 
-def _lose_positions(model: Any) -> None:
+def test_wrong_positions_are_found() -> None:
     def from_zero(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         positions = kwargs["position_ids"]
         whole = torch.arange(positions.shape[1]).expand_as(positions)
         return args, kwargs | {"position_ids": whole}  # right for a document, wrong for a shard
 
-    model.model.rotary_emb.register_forward_pre_hook(from_zero, with_kwargs=True)
+    def act(model: Any, batch: Any) -> Any:
+        model.model.rotary_emb.register_forward_pre_hook(from_zero, with_kwargs=True)
+        return _verify(model, batch)
 
-
-def test_wrong_positions_are_found() -> None:
-    results = run_ranks(
-        2, _verify, tiny.copies(tiny.model_of("llama"), 2), tiny.packed(DOCUMENTS), None, _lose_positions
-    )
-    assert not any(report.ok for report in results)
+    assert not any(report.ok for report in tiny.train("llama", tiny.packed(DOCUMENTS), act=act))

@@ -1,0 +1,182 @@
+"""Losses and labels: shifted inside documents, cut, divided by the labels of all ranks; in trees by the edges."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+import transformers
+from torch.nn import functional
+
+import spanwise
+from spanwise.integrations import transformers as hf
+from tests.integrations.transformers import tiny
+from tests.ranks.harness import run_ranks
+
+LENGTHS = (23, 41, 7, 30)
+DOCUMENTS = tiny.documents_of(LENGTHS)
+BATCH = tiny.packed(DOCUMENTS)
+
+
+@pytest.mark.parametrize("form", ["packed", "left", "right"])
+def test_ignored_labels(form: str) -> None:
+    """Tokens without a label do not count, also where one rank has no other; labels may be int32."""
+    labels = [d.clone() for d in DOCUMENTS]
+    labels[0][:] = -100  # all that rank 0 of contiguous halves would score, and more
+    labels[1][:30] = -100
+    labels[3][5] = -100
+    batch = BATCH if form == "packed" else tiny.padded(DOCUMENTS, form)
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    given = torch.full_like(batch["input_ids"], -100).masked_scatter(kept, torch.cat(labels)).int()
+    model = tiny.model_of("llama")
+    results = tiny.train(model, batch | {"labels": given}, balancer="contiguous")
+    tiny.check(results, tiny.reference(model, DOCUMENTS, labels=labels))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_labels_that_are_shifted_already(both: bool) -> None:
+    shifted = torch.cat([torch.cat([d[1:], d.new_full((1,), -100)]) for d in DOCUMENTS])[None]
+    model, labels = tiny.model_of("llama"), shifted if both else BATCH["labels"]
+    results = tiny.train(model, BATCH | {"shift_labels": shifted, "labels": labels})
+    tiny.check(results, tiny.reference(model, DOCUMENTS))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_accumulated_batches(as_tensor: bool) -> None:
+    """Two micro-batches, each divided by the tokens of both, give what one batch gives."""
+    model, total = tiny.model_of("gemma3"), sum(LENGTHS) - len(LENGTHS)
+    more = {"num_items_in_batch": torch.tensor(total) if as_tensor else total}
+    halves: Any = [tiny.packed(DOCUMENTS[:1]) | more, tiny.packed(DOCUMENTS[1:]) | more]
+
+    def steps(mine: Any, batches: Any) -> Any:
+        return sum(tiny.step(mine, batch)[0] for batch in batches), tiny.gradients(mine)
+
+    tiny.check(tiny.train(model, halves, act=steps), tiny.reference(model, DOCUMENTS))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_loss_without_gradients(mode: Any) -> None:
+    """While the model trains it cuts, also in inference mode."""
+    model = tiny.model_of("llama")
+    losses = tiny.train(model, BATCH, act=lambda mine, batch: mode()(lambda: mine(**batch).loss.item())())
+    assert losses == pytest.approx([tiny.reference(model, DOCUMENTS)[0]] * 2, rel=3e-6)
+
+
+def test_no_label_at_all() -> None:
+    for loss, gradients in tiny.train("llama", BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}):
+        assert loss == 0.0 and all(not x.any() for x in gradients.values())
+
+
+def test_a_models_own_loss() -> None:
+    """It gets labels that are shifted and cut, here to this rank's sum, whose mean over ranks is the loss."""
+    model, total = tiny.model_of("llama"), sum(len(d) - 1 for d in DOCUMENTS)
+
+    def own(mine: Any, batch: Any) -> Any:
+        mine.loss_function = lambda logits, labels, **_: (
+            functional.cross_entropy(logits[0], labels[0], reduction="sum") / total * 2
+        )
+        return tiny.step(mine, batch)
+
+    results = tiny.train(model, BATCH, act=own, reduce_loss=False)
+    mean = sum(loss for loss, _ in results) / 2
+    tiny.check([(mean, gradients) for _, gradients in results], tiny.reference(model, DOCUMENTS))
+
+
+def _classifier(classes: int) -> Any:
+    config = tiny.config_of("llama", num_labels=classes, classifier_dropout=0.0)
+    torch.manual_seed(0)
+    return transformers.AutoModelForTokenClassification.from_config(config).train()
+
+
+@pytest.mark.parametrize("reduce_loss", [True, False])
+def test_token_classification(reduce_loss: bool) -> None:
+    """Labels are those of the tokens themselves."""
+    model, labels = _classifier(5), torch.cat([torch.randint(5, d.shape) for d in DOCUMENTS])
+    labels[3:9] = -100
+    alone = copy.deepcopy(model)
+    loss = functional.cross_entropy(torch.cat([alone(input_ids=d[None]).logits[0] for d in DOCUMENTS]), labels)
+    loss.backward()
+    models = tiny.copies(model, 2)
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        mine = hf.context_parallel(models[rank], mesh, reduce_loss=reduce_loss)
+        arguments = hf.prepare(BATCH | {"labels": labels[None]}, mine)
+        if reduce_loss:
+            return tiny.step(mine, arguments)
+        mean = spanwise.cross_entropy(mine(**arguments).logits, arguments["labels"], mesh)
+        mean.backward()
+        return mean.item(), tiny.gradients(mine)
+
+    tiny.check(run_ranks(2, on_rank), (loss.item(), tiny.gradients(alone)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_classes_of_few_tokens(dtype: torch.dtype) -> None:
+    """An added token has no label, and -100 is not of these types."""
+    ids, labels, model = torch.tensor([[5, 6]]), torch.tensor([[1, 0]], dtype=dtype), _classifier(2)
+    want = tiny.step(copy.deepcopy(model), {"input_ids": ids, "labels": labels.long()})
+    tiny.check(tiny.train(model, {"input_ids": ids, "labels": labels}, 3), want)
+
+
+def test_an_auxiliary_loss_that_only_the_call_asks_for() -> None:
+    """As an attribute of the output, and in a tuple."""
+    name = "mixtral, auxiliary loss"
+    want = tiny.reference(tiny.model_of(name), DOCUMENTS)
+    silent = tiny.model_of(name, output_router_logits=False)
+    tiny.check(tiny.train(silent, BATCH | {"output_router_logits": True}), want)
+
+    def of_tuple(mine: Any, batch: Any) -> Any:
+        loss = mine(**batch, return_dict=False)[0]
+        loss.backward()
+        return loss.item(), tiny.gradients(mine)
+
+    tiny.check(tiny.train(name, BATCH, act=of_tuple), want)
+
+
+def _rollouts(lengths: tuple[int, ...], prompt: int) -> tiny.Documents:
+    first = tiny.documents_of((prompt,), seed=5)[0]
+    answers = tiny.documents_of(lengths, seed=9)
+    turns = [torch.cat([first, answers[0][:5], x]) for x in tiny.documents_of((6, 3), seed=11)]
+    return [torch.cat([first, x]) for x in answers] + turns
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_completions_that_share_a_prompt(name: str, ranks: int) -> None:
+    """Loss and gradients are those of the separate sequences; prompts without labels, one sequence twice."""
+    sequences = _rollouts((9, 20, 1), 17)
+    sequences.append(sequences[0])
+    batch, labels = tiny.padded(sequences, "left"), [s.index_fill(0, torch.arange(17), -100) for s in sequences]
+    batch["labels"] = torch.full_like(batch["labels"], -100).masked_scatter(
+        batch["attention_mask"].bool(), torch.cat(labels)
+    )
+    model, tree = tiny.model_of(name), hf.share_prefixes(batch)
+    assert tree["input_ids"].shape[1] < sum(len(s) for s in sequences) / 2
+    tiny.check(tiny.train(model, tree, ranks), tiny.reference(model, sequences, labels=labels))
+
+
+def test_trees_count_each_label_once_and_are_verified() -> None:
+    found = spanwise.tree_from_sequences(_rollouts((9, 4), 12))
+    ids, model = torch.from_numpy(found.ids), tiny.model_of("llama")
+    labels, done = [], torch.zeros(len(ids), dtype=torch.bool)
+    for path in found.paths:
+        labels.append(ids[path].masked_fill(done[path], -100))
+        done[path[1:]] = True
+
+    def verified(mine: Any, batch: Any) -> Any:
+        assert hf.verify(mine, batch).ok
+        return tiny.step(mine, hf.prepare(batch, mine, hf.make_plan(batch, mine.config, 2)))
+
+    results = tiny.train(model, {"input_ids": ids[None], "labels": ids[None], "tree": found.tree}, act=verified)
+    tiny.check(results, tiny.reference(model, [ids[path] for path in found.paths], labels=labels))
+
+
+def test_a_short_tree_on_many_ranks() -> None:
+    ids, model = torch.tensor([[5, 6, 7], [5, 6, 8]]), tiny.model_of("llama")
+    results = tiny.train(model, hf.share_prefixes({"input_ids": ids, "labels": ids}), 6)
+    tiny.check(results, tiny.reference(model, list(ids)))

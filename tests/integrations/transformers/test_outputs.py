@@ -1,0 +1,164 @@
+"""Outputs of a rank's tokens: they know their layout, and two models on one batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+import transformers
+from torch.nn import functional
+
+import spanwise
+from spanwise.integrations import transformers as hf
+from spanwise.integrations.transformers.outputs import of_layout
+from tests.integrations.transformers import tiny
+from tests.ranks.harness import run_ranks
+
+DOCUMENTS = tiny.documents_of((23, 41))
+BATCH = {name: x for name, x in tiny.packed(DOCUMENTS).items() if name != "labels"}
+LONG = tiny.documents_of((150, 11, 90))
+
+
+def _pair() -> tuple[Any, Any]:
+    """A student of full attention and a teacher of windows, whose layouts differ."""
+    return tiny.model_of("llama"), tiny.model_of("gemma3", seed=3, sliding_window=5)
+
+
+def _divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    return functional.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum")
+
+
+def test_two_models_on_one_batch() -> None:
+    student, teacher = _pair()
+    batch = {name: x for name, x in tiny.packed(LONG).items() if name != "labels"}
+    alone = copy.deepcopy(student)
+    loss = torch.zeros(())
+    for d in LONG:
+        with torch.no_grad():
+            wanted = copy.deepcopy(teacher)(input_ids=d[None], use_cache=False).logits
+        loss = loss + _divergence(alone(input_ids=d[None]).logits, wanted)
+    loss.backward()
+    pairs = [(copy.deepcopy(student), copy.deepcopy(teacher)) for _ in range(2)]
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        mine = [hf.context_parallel(one, mesh, balancer="head_tail") for one in pairs[rank]]
+        for_student, for_teacher = hf.prepare(batch, mine)
+        with torch.no_grad():
+            wanted = mine[1](**for_teacher).logits
+        part = _divergence(mine[0](**for_student).logits, wanted)
+        (part * 2).backward()
+        total = part.detach().clone()
+        torch.distributed.all_reduce(total, group=mesh.get_group())
+        return total.item(), tiny.gradients(mine[0])
+
+    tiny.check(run_ranks(2, on_rank), (loss.item(), tiny.gradients(alone)))
+
+
+@pytest.mark.parametrize("windows", [(16, 5), (16,)])
+def test_logits_of_a_rank(windows: tuple[int, ...]) -> None:
+    """Without labels, also of models whose windows differ."""
+    models = [tiny.model_of("mistral", sliding_window=n) for n in windows]
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        mine = [hf.context_parallel(copy.deepcopy(one), mesh).eval() for one in models]
+        prepared = hf.prepare(BATCH, mine)
+        with torch.no_grad():
+            outputs = [one(**given) for one, given in zip(mine, prepared, strict=True)]
+        assert all(out.loss is None for out in outputs)
+        return [out.logits.as_subclass(torch.Tensor) for out in outputs], prepared[0]["spanwise_plan"].plan.tokens[0]
+
+    for results, tokens in run_ranks(3, on_rank):
+        for got, model in zip(results, models, strict=True):
+            with torch.no_grad():
+                want = torch.cat([model(input_ids=d[None], use_cache=False).logits for d in DOCUMENTS], 1)
+            torch.testing.assert_close(got, want[:, tokens], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [lambda x: x, lambda x: x[0], lambda x: x.view(-1, tiny.VOCAB), lambda x: x.topk(3).values.squeeze(0)],
+    ids=["as they are", "[0]", "view", "topk"],
+)
+def test_outputs_of_two_layouts(act: Any) -> None:
+    batch = tiny.packed(LONG)
+    pairs = [_pair() for _ in range(2)]
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        layouts = ("head_tail", "contiguous")
+        mine = [hf.context_parallel(one, mesh, balancer=x) for one, x in zip(pairs[rank], layouts, strict=True)]
+        return _divergence(*(act(one(**batch).logits) for one in mine))
+
+    with pytest.raises(ValueError, match=r"hold other tokens on each rank.*hf.prepare\(batch, \[student, teacher\]\)"):
+        run_ranks(2, on_rank)
+
+
+def test_places_in_the_outputs_of_a_rank() -> None:
+    model = transformers.AutoModel.from_config(tiny.config_of("llama")).train()
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        hidden = hf.context_parallel(copy.deepcopy(model), mesh)(input_ids=BATCH["input_ids"]).last_hidden_state
+        places = (slice(None), -1), (slice(None), slice(-3, None)), (torch.tensor([0]), torch.tensor([5]))
+        for index in (*places, (..., slice(None, -1), slice(None)), (0, 5), (None, slice(None), 0)):
+            with pytest.raises(ValueError, match=r"names places in the sequence.*spanwise.unshard"):
+                hidden[index]
+        assert type(hidden[0, torch.arange(3)]) is torch.Tensor
+        assert hidden[..., :4].shape == hidden[:, :, :4].shape == (1, hidden.shape[1], 4)
+        assert type(hidden.as_subclass(torch.Tensor)[:, -1]) is type(copy.deepcopy(hidden.detach())) is torch.Tensor
+        valid = torch.ones(hidden.shape[:2], dtype=torch.bool)
+        assert hidden[valid].shape == hidden.shape[1:]
+        hidden.sum().backward()
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")  # of inductor
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_functions_of_a_ranks_outputs(backend: str) -> None:
+    torch._dynamo.reset()
+    plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 20, 64]), 2)
+    weight, labels = torch.randn(1, 32, 50, dtype=torch.float64), torch.arange(32)
+
+    def loss(logits: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+        logits /= 3  # in place: gradients flow through what the caller has
+        rest = torch.stack([logits, *more]).sum(0)[:, :, :40] * 2 + logits.mean(-1, keepdim=True)
+        return torch.nn.functional.cross_entropy(rest.flatten(0, 1), labels) + logits[:, -1].square().sum()
+
+    results = []
+    for function in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
+        leaf = weight.clone().requires_grad_()
+        logits, more = (of_layout(leaf * x, plan.layout) if x else leaf.sin() for x in (1, 0))
+        given = logits.as_subclass(torch.Tensor) if function is loss else logits
+        value = function(given, [more])
+        value.backward()
+        results.append((value.detach(), leaf.grad, logits.detach().as_subclass(torch.Tensor)))
+        assert type(value) is torch.Tensor
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_pooling_over_the_tokens_of_a_rank() -> None:
+    """Two rows on two ranks: a shard has as many tokens as a row, so that the batch's mask would fit."""
+    model = tiny.model_of("llama")
+    batch = {"input_ids": torch.stack(tiny.documents_of((12, 12)))}
+
+    def on_rank(rank: int, mesh: Any) -> None:
+        out = hf.context_parallel(copy.deepcopy(model), mesh)(**batch, output_hidden_states=True)
+        hidden = out.hidden_states[-1]
+        with pytest.raises(ValueError, match=r"names places in the sequence.*spanwise.unshard"):
+            hidden[:, -1]
+        mask = torch.ones(2, 12, 1)
+        for pool in (lambda: (hidden * mask).sum(1), lambda: mask * hidden, lambda: out.logits.mean(1)):
+            with pytest.raises(ValueError, match=r"of a shard.*several places and rows.*spanwise.unshard"):
+                pool()
+        weights = torch.ones(1, 12, 1)
+        assert (hidden * weights * torch.ones(64)).mean(-1, keepdim=True).mean().dim() == 0
+        assert hidden[0].mean(-1).shape == (12,)
+
+    run_ranks(2, on_rank)
