@@ -282,6 +282,35 @@ class NamedMasks(SpanArrays):
         return cls._trusted(starts[None], np.stack([np.where(apart, np.int32(shared), end), end * apart])[None])
 
     @classmethod
+    def block_diffusion(cls, cu_seqlens: Any, block_len: SupportsIndex) -> Self:
+        """Training of block diffusion: a noisy copy of packed documents, then their clean copy.
+
+        A noisy row reads its whole noisy block and all clean blocks before it; a clean row reads all clean blocks up to
+        its own. Blocks count from the start of each document. This is `block_diff_mask` of Arriola et al., 2025 (arXiv
+        2503.09573), for packed documents. The mask keeps offsets of each copy, so that both have the same positions.
+
+        Args:
+            cu_seqlens: as in :meth:`documents`, of one copy; the mask has twice its tokens.
+            block_len: tokens of a block; the last one of a document may be short.
+
+        >>> from spanwise import SpanMask
+        >>> SpanMask.block_diffusion([0, 4, 6], block_len=2).area()
+        array([[2, 2, 4, 4, 2, 2, 2, 2, 4, 4, 2, 2]])
+        """
+        cu = check_offsets(cu_seqlens)
+        tokens, lengths = int(cu[-1]), np.diff(cu)
+        size = min(check_positive(block_len, "block_len"), max(tokens, 1))
+        check_length(2 * tokens, "twice the last of cu_seqlens")
+        first, stop = (np.repeat(x, lengths) for x in (cu[:-1], cu[1:]))
+        begin = np.arange(tokens) - (np.arange(tokens) - first) % size
+        end = np.minimum(begin + size, stop)
+        noisy = np.stack([begin, first + tokens]), np.stack([end, begin + tokens])
+        clean = np.stack([first + tokens, end + tokens]), np.stack([end + tokens, end + tokens])
+        start, end = (np.concatenate([a, b], axis=1)[None] for a, b in zip(noisy, clean, strict=True))
+        own = spans.canonicalise(start.astype(np.int32), end.astype(np.int32))
+        return cls._trusted(*own, 2 * tokens, cu_seqlens=(np.append(cu, cu[1:] + tokens),))
+
+    @classmethod
     def stack(cls, masks: Sequence[Self]) -> Self:
         """A batched mask from masks of equal ``q_len`` and ``kv_len``: the batch rows of each mask in turn.
 

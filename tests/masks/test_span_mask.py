@@ -8,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spanwise.masks.span_mask import SpanMask
 
@@ -87,6 +89,25 @@ def test_block_causal(block_len, num_previous, global_tokens):
     assert mask == SpanMask(mask.start, mask.end, mask.kv_len)
 
 
+@given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 12))
+def test_block_diffusion(lengths, block_len):
+    """By the published rule of one sequence: M_BD, M_OBC and M_BC of `block_diff_mask`, arXiv 2503.09573."""
+    copy, document, block = (
+        np.array([x for c in (0, 1) for d, n in enumerate(lengths) for i in range(n) for x in [(c, d, i // block_len)]])
+        .reshape(-1, 3)
+        .T
+    )
+    q, k = (np.s_[:, None], np.s_[None, :])
+    diagonal = (block[q] == block[k]) & (copy[q] == copy[k])
+    offset = (block[q] > block[k]) & (copy[q] == 0) & (copy[k] == 1)
+    causal = (block[q] >= block[k]) & (copy[q] == 1) & (copy[k] == 1)
+    cu = np.cumsum([0, *lengths])
+    mask = SpanMask.block_diffusion(cu, block_len)
+    np.testing.assert_array_equal(mask.dense()[0], (diagonal | offset | causal) & (document[q] == document[k]))
+    assert mask == SpanMask(mask.start, mask.end, mask.kv_len)
+    assert mask.cu_seqlens[0].tolist() == [*cu, *cu[1:] + cu[-1]]
+
+
 @pytest.mark.parametrize(
     "mask",
     [
@@ -97,6 +118,7 @@ def test_block_causal(block_len, num_previous, global_tokens):
         SpanMask.documents([0, 0, 0], causal=False, window=(1, 1)),
         SpanMask.sliding_window(0, 3),
         SpanMask.block_causal(0, 4, 1),
+        SpanMask.block_diffusion([0], 4),
         SpanMask.shared_prefix(0, []),
         SpanMask(np.zeros((1, 0, 6), int), np.zeros((1, 0, 6), int), 6),
     ],
@@ -238,6 +260,7 @@ def test_numpy_is_enough():
         (lambda: SpanMask.shared_prefix(4, [2, -3]), "suffix_lens must not be negative, got -3 at position 1"),
         (lambda: SpanMask.shared_prefix(4, [[2]]), "suffix_lens must be one-dimensional"),
         (lambda: SpanMask.block_causal(8, 0), "block_len must be at least 1, got 0"),
+        (lambda: SpanMask.block_diffusion([0, 8], 0), "block_len must be at least 1, got 0"),
         (lambda: SpanMask.block_causal(8, 2, -1), "num_previous must be at least 0, or None .*, got -1"),
         (lambda: SpanMask.block_causal(8, 2, 1, 9), "global_tokens must be between 0 and seq_len = 8, got 9"),
         (lambda: SpanMask.causal(8) & SpanMask.causal(9), r"got \(8, 8\) and \(9, 9\)"),
