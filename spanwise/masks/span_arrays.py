@@ -48,10 +48,6 @@ class SpanArrays:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _check_unbatched(self, method: str) -> None:
-        if self.batch_size > 1:
-            raise ValueError(f"{method} needs an unbatched mask, got batch_size {self.batch_size}; take mask.row(b)")
-
     @property
     def q_len(self) -> int:
         """Number of query rows."""
@@ -133,7 +129,8 @@ class SpanArrays:
         >>> q_ranges.tolist(), k_ranges.tolist(), types.tolist()
         ([[0, 3], [3, 8]], [[0, 3], [1, 8]], [1, 3])
         """
-        self._check_unbatched("to_slices")
+        if self.batch_size > 1:
+            raise ValueError(f"to_slices needs an unbatched mask, got batch_size {self.batch_size}; take mask.row(b)")
         return slices.to_slices(self.even_runs())
 
     def digest(self) -> bytes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import blocks, even_runs, slices, spans
+from spanwise.masks import blocks, slices, spans
 from spanwise.masks.arrays import Int8, Int32, Int64
 from spanwise.masks.checks import (
     check_below,
@@ -197,23 +197,6 @@ class SpanMask(NamedMasks):
         [[[1, 0], [2, 1]]]
         """
         return blocks.block_table(self, check_positive(block_size, "block_size"))
-
-    def keys_read(self, q_runs: Any) -> Int64:
-        """Keys that the given rows read: the union of their spans, as ascending disjoint runs, int64 ``[n, 2]``.
-
-        Args:
-            q_runs: integers ``[num_runs, 2]``, ascending disjoint runs of rows.
-
-        Raises:
-            ValueError: the mask is batched (take ``mask.row(b)``), or the runs are not ascending runs of its rows.
-
-        >>> SpanMask.documents([0, 4, 8]).keys_read([[2, 3], [6, 8]])
-        array([[0, 3],
-               [4, 8]])
-        """
-        self._check_unbatched("keys_read")
-        runs = check_runs(q_runs, self.q_len, "q_runs")
-        return even_runs.keys_read(self.even_runs(), runs, np.zeros(len(runs), np.int64), self.kv_len + 1)
 
     def row(self, b: SupportsIndex) -> SpanMask:
         """The mask of batch row ``b``, ``0 <= b < batch_size``, as an unbatched mask.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -304,14 +305,6 @@ def test_unequal_tokens_are_taken_where_they_shorten_the_step() -> None:
     (batch,) = GlobalBatches([1024] * 8, 8, 1024, max_tokens_per_rank=2048, linear_flops=flops, **given)
     assert batch.plan.balancer != "Spread"  # nothing is gained
     lengths, given = [30_000, *[700] * 50], {"exchange": "needed"}
-    with pytest.raises(ValueError, match="hardware must be a spanwise.Hardware, .* got 'h100'"):
-        GlobalBatches([5, 6], 2, 8, hardware="h100")
-    with pytest.raises(ValueError, match="max_tokens_per_rank must be at least tokens_per_rank 8192, .* got 4096"):
-        GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=4096)
-    with pytest.raises(ValueError, match="give linear_flops, num_q_heads, head_dim too"):
-        GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=9000)
-    with pytest.raises(ValueError, match="linear_flops must be a number of operations, at least 0, got -1"):
-        GlobalBatches(lengths, 8, 8192, linear_flops=-1.0)
     (batch,) = GlobalBatches(lengths, 8, 8192, max_tokens_per_rank=8320, pad=True, **given)
     assert set(batch.plan.layout.tokens_per_rank.tolist()) == {8320}
 
@@ -349,62 +342,62 @@ def test_the_end_of_the_documents() -> None:
     assert [next(endless).num_tokens for _ in range(7)] == [64] * 7
     with pytest.raises(TypeError, match="no length"):
         len(GlobalBatches([3], 1, 4, epochs=None))
-    batches = GlobalBatches([30], 2, 32, **PLAN)
-    with pytest.raises(ValueError, match="no batch begins at token 30; the documents end at 30"):
-        batches.at(30)
-
-
-def test_bad_input_is_named_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"document 1 has 65 tokens, .* 2 \* 32 = 64: raise .*max_document=64.*cut=Tr"):
-        GlobalBatches([3, 65], 2, 32)
-    with pytest.raises(ValueError, match="needs a document with a token, got 2 documents, all empty"):
-        GlobalBatches([0, 0], 2, 32)
-    with pytest.raises(ValueError, match="has 3 tokens for 4 ranks, and a rank would hold none: pad=True"):
-        GlobalBatches([16, 3], 4, 4)
-    assert len(GlobalBatches([16, 3], 4, 4, drop_last=True)) == 1
-    with pytest.raises(ValueError, match="must be a multiple of block_size 128, got 32"):
-        GlobalBatches([16, 3], 4, 32, pad=True)
-    with pytest.raises(ValueError, match="tokens_per_rank must be at least 1, got 0"):
-        GlobalBatches([16, 3], 4, 0)
-    for make in (GlobalBatches, functools.partial(GlobalBatchStream, rank=0)):
-        with pytest.raises(ValueError, match=r"num_ranks must be a positive integer, got 1\.5"):
-            make([3], 1.5, 32)
-        with pytest.raises(ValueError, match="each of num_ranks must be a positive integer, got -2"):
-            make([3], (-2, -2), 32)
-        with pytest.raises(ValueError, match=r"tokens_per_rank must be an integer, got 4\.5"):
-            make([3], 1, 4.5)
-        with pytest.raises(ValueError, match="block_size must be a positive integer, got 0"):
-            make([3], 1, 32, pad=True, block_size=0)
-        with pytest.raises(ValueError, match="take no blocksize, cu_seqlens: options of make_plan are balancer"):
-            make([3], 1, 32, blocksize=1, cu_seqlens=[0, 3])
-    with pytest.raises(ValueError, match=r"lengths must sum to less than 2\*\*63 tokens, got 2\.31e\+19"):
-        GlobalBatches([2**62] * 5, 1, 32, cut=True)
-    batches = GlobalBatches([16, 3], 1, 32)
-    with pytest.raises(ValueError, match=r"rank must be in \[0, 1\), .*got 1"):
-        GlobalBatchDataset(batches, [], 1)
-    with pytest.raises(ValueError, match=r"source\[1\]\[0:3\] must hold 3 tokens, got shape \(2,\)"):
-        batches.at().load([np.arange(16), np.arange(2)], 0)
-    with pytest.raises(ValueError, match=r"tokens must be integers, got float64 from source\[0\]"):
-        batches.at().load([np.zeros(16), np.zeros(3)], 0)
-    for seed in (-1, 2**64):
-        with pytest.raises(ValueError, match=rf"seed must be between 0 and 2\*\*64 - 1, or None .* got {seed}"):
-            GlobalBatches([16, 3], 1, 32, seed=seed)
-    with pytest.raises(ValueError, match="no batch begins at token 4, inside a document that begins at 0; .* cut=True"):
-        batches.at(4)
+    assert list(loaded(state(19))) == []
     assert GlobalBatches([16, 3], 1, 32, cut=True).at(4).pieces.tolist() == [[0, 4, 16], [1, 0, 3]]
-    with pytest.raises(ValueError, match='a state has "position" and "config", .* got {}'):
-        GlobalBatchDataset(batches, [], 0).load_state_dict({})
-    config = batches.config
-    for position in ("4", 4.0, -1):
-        with pytest.raises(ValueError, match=f"a number of tokens, an integer from 0 on, got {position!r}"):
-            GlobalBatchDataset(batches, [], 0).load_state_dict({"position": position, "config": config})
-    with pytest.raises(ValueError, match="lies 20 tokens after the start; the documents end at 19: raise epochs"):
-        GlobalBatchDataset(batches, [], 0).load_state_dict({"position": 20, "config": config})
-    data = GlobalBatchDataset(batches, [], 0)
-    data.load_state_dict({"position": 19, "config": config})
-    assert list(data) == []
-    with pytest.raises(ValueError, match="pad=True extends masks: mask must return a SpanMask"):
-        GlobalBatches([16, 3], 1, 32, pad=True, mask=repr, block_size=4).at()
+    assert len(GlobalBatches([16, 3], 4, 4, drop_last=True)) == 1
+
+
+BATCHES = GlobalBatches([16, 3], 1, 32)
+LONG: dict[str, Any] = {"lengths": [30_000, *[700] * 50], "num_ranks": 8, "tokens_per_rank": 8192}
+
+
+def state(position: Any) -> dict[str, Any]:
+    return {"position": position, "config": BATCHES.config}
+
+
+def loaded(state: dict[str, Any]) -> GlobalBatchDataset:
+    data = GlobalBatchDataset(BATCHES, [], 0)
+    data.load_state_dict(state)
+    return data
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: GlobalBatches([3, 65], 2, 32), r"document 1 has 65 tokens, .* 2 \* 32 = 64: raise .*max_document=64"),
+    (lambda: GlobalBatches([0, 0], 2, 32), "needs a document with a token, got 2 documents, all empty"),
+    (lambda: GlobalBatches([16, 3], 4, 4), "has 3 tokens for 4 ranks, and a rank would hold none: pad=True"),
+    (lambda: GlobalBatches([16, 3], 4, 32, pad=True), "must be a multiple of block_size 128, got 32"),
+    (lambda: GlobalBatches([16, 3], 4, 0), "tokens_per_rank must be at least 1, got 0"),
+    (lambda: GlobalBatches([2**62] * 5, 1, 32, cut=True), r"lengths must sum to less than 2\*\*63 tokens"),
+    (lambda: GlobalBatches([5, 6], 2, 8, hardware="h100"), "hardware must be a spanwise.Hardware, .* got 'h100'"),
+    (lambda: GlobalBatches(**LONG, max_tokens_per_rank=4096), "max_tokens_per_rank must be at least .* got 4096"),
+    (lambda: GlobalBatches(**LONG, max_tokens_per_rank=9000), "give linear_flops, num_q_heads, head_dim too"),
+    (lambda: GlobalBatches(**LONG, linear_flops=-1.0), "linear_flops must be a number of operations, .* got -1"),
+    (lambda: GlobalBatches([16, 3], 1, 32, seed=-1), r"seed must be between 0 and 2\*\*64 - 1, or None .* got -1"),
+    (lambda: GlobalBatches([16, 3], 1, 32, seed=2**64), "seed must be between 0 and"),
+    (lambda: GlobalBatches([16, 3], 1, 32, pad=True, mask=repr, block_size=4).at(), "mask must return a SpanMask"),
+    (lambda: BATCHES.at(4), "no batch begins at token 4, inside a document that begins at 0; .* cut=True"),
+    (lambda: BATCHES.at(19), "no batch begins at token 19; the documents end at 19"),
+    (lambda: BATCHES.at().load([np.arange(16), np.arange(2)], 0), r"source\[1\]\[0:3\] must hold 3 tokens"),
+    (lambda: BATCHES.at().load([np.zeros(16), np.zeros(3)], 0), r"integers, got float64 from source\[0\]"),
+    (lambda: GlobalBatchDataset(BATCHES, [], 1), r"rank must be in \[0, 1\), .*got 1"),
+    (lambda: loaded({}), 'a state has "position" and "config", .* got {}'),
+    *((lambda n=n: loaded(state(n)), f"an integer from 0 on, got {n!r}") for n in ("4", 4.0, -1)),
+    (lambda: loaded(state(20)), "lies 20 tokens after the start; the documents end at 19: raise epochs"),
+]
+for make in (GlobalBatches, functools.partial(GlobalBatchStream, rank=0)):
+    REFUSED += [
+        (lambda make=make: make([3], 1.5, 32), r"num_ranks must be a positive integer, got 1\.5"),
+        (lambda make=make: make([3], (-2, -2), 32), "each of num_ranks must be a positive integer, got -2"),
+        (lambda make=make: make([3], 1, 4.5), r"tokens_per_rank must be an integer, got 4\.5"),
+        (lambda make=make: make([3], 1, 32, pad=True, block_size=0), "block_size must be a positive integer, got 0"),
+        (lambda make=make: make([3], 1, 32, blocksize=1, cu_seqlens=[0, 3]), "take no blocksize, cu_seqlens: options"),
+    ]
+
+
+@pytest.mark.parametrize(("call", "match"), REFUSED)
+def test_refused(call: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
 
 
 def test_an_order_is_written_down() -> None:

@@ -58,17 +58,20 @@ def test_equal_weights_are_none_and_no_weight_is_a_loss_of_0() -> None:
             call(weights.clone().requires_grad_())
 
 
-def test_labels_that_are_no_token_ids() -> None:
-    hidden, weight, labels, _ = drawn()
-    for dtype in (torch.float32, torch.bool, torch.int32):
-        with pytest.raises(ValueError, match=f"labels must be int64, got {dtype}"):
-            spanwise.cross_entropy(hidden @ weight.T, labels.to(dtype), None)
-
-
-def test_labels_outside_the_vocabulary() -> None:
-    labels = torch.tensor([[1, -100, 3], [0, 2, 9]])
-    with pytest.raises(ValueError, match=r"labels must be -100 or in \[0, 8\), the vocabulary; labels\[1, 2\] is 9"):
-        spanwise.cross_entropy(torch.zeros(2, 3, 8), labels, None)
+@pytest.mark.parametrize(
+    ("labels", "options", "match"),
+    [
+        *(([[1, 2]], {"dtype": dtype}, f"labels must be int64, got {dtype}") for dtype in (torch.float32, torch.int32)),
+        ([[1, -100], [0, 9]], {}, r"labels must be -100 or in \[0, 8\), the vocabulary; labels\[1, 1\] is 9"),
+        ([[1, 2, 3]], {"shape": (1, 2, 8)}, r"logits must be \[\*labels.shape, vocab\], got logits \(1, 2, 8\)"),
+        *(([[1]], {"num_valid": n}, f"num_valid must be a number of tokens, got {n!r}") for n in ("3", -1, math.nan)),
+    ],
+)
+def test_wrong_losses(labels: Any, options: dict[str, Any], match: str) -> None:
+    made = torch.tensor(labels, dtype=options.pop("dtype", torch.int64))
+    logits = torch.zeros(options.pop("shape", (*made.shape, 8)))
+    with pytest.raises(ValueError, match=match):
+        spanwise.cross_entropy(logits, made, None, **options)
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0)])
@@ -77,11 +80,6 @@ def test_no_token_is_counted_where_labels_are_valid(zero: Any) -> None:
     with pytest.raises(ValueError, match="num_valid is 0, and this rank has 2 valid labels"):
         spanwise.cross_entropy(torch.zeros(1, 3, 8), labels, None, num_valid=zero)
     assert spanwise.cross_entropy(torch.zeros(1, 3, 8), none, None, num_valid=zero) == 0
-
-
-def test_a_number_of_tokens_in_a_text() -> None:
-    with pytest.raises(ValueError, match="num_valid must be a number of tokens, got '3'"):
-        spanwise.cross_entropy(torch.zeros(1, 1, 8), torch.tensor([[1]]), None, num_valid="3")  # type: ignore[arg-type]
 
 
 @pytest.mark.compiles

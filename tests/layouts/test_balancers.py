@@ -16,6 +16,7 @@ from spanwise.layouts.assignment import assign_layout, resolve
 from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
+from spanwise.masks import even_runs
 from spanwise.masks.span_mask import SpanMask
 
 TOKEN_GRANULAR = ("contiguous", "head_tail", "per_document_head_tail")
@@ -48,7 +49,8 @@ def mean_recv_tokens(layout, mask):
     recv = []
     for rank in range(layout.num_ranks):
         needed = np.zeros(layout.seq_len, dtype=bool)
-        for start, stop in mask.keys_read(layout.runs(rank)):
+        runs = layout.runs(rank)
+        for start, stop in even_runs.keys_read(mask.even_runs(), runs, 0 * runs[:, 0], mask.kv_len + 1):
             needed[start:stop] = True
         needed[layout.indices(rank)] = False
         recv.append(needed.sum())

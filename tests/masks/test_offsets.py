@@ -39,6 +39,7 @@ def test_which_masks_know_their_documents() -> None:
     batch = SpanMask.stack([mask, other])
     assert offsets(batch) == [CU, [0, 6, 12]] and offsets(batch.row(1)) == [[0, 6, 12]]
     assert offsets(batch & SpanMask.stack([mask, other])) == offsets(batch)
+    assert offsets(SpanMask.stack([batch, other])) == [CU, [0, 6, 12], [0, 6, 12]]
     assert (batch & mask).cu_seqlens is None and SpanMask.stack([mask, SpanMask.causal(12)]).cu_seqlens is None
 
 
@@ -94,6 +95,10 @@ def test_position_ids(cu: list[int], start: int, chunk: int | None) -> None:
     assert offsets(batch) == ([cu] if cu == [0, len(positions)] else [cu, [0, len(positions)]])
     ends = [*cu, 2 * len(positions)]
     assert Packing.from_position_ids(two) == Packing(ends)
+
+
+def test_positions_that_do_not_go_on_start_a_document() -> None:
+    assert offsets(SpanMask.from_position_ids([3, 4, 9, 10, 10])) == [[0, 2, 4, 5]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4), st.booleans())

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spanwise.masks import even_runs
 from spanwise.masks.span_mask import SpanMask
 
 BLOCK_SIZES = st.integers(1, 20)
@@ -132,7 +133,7 @@ def test_select(data):
 def test_keys_read(data):
     mask = data.draw(masks(batch=1))
     rows = data.draw(runs(mask.q_len))
-    keys = mask.keys_read(rows)
+    keys = even_runs.keys_read(mask.even_runs(), rows, np.zeros(len(rows), np.int64), mask.kv_len + 1)
     assert keys.tolist() == as_runs(np.flatnonzero(mask.dense()[0, positions(rows)].any(0)))
     assert keys.dtype == np.int64
 

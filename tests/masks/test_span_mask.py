@@ -130,8 +130,6 @@ def test_masks_without_cells_answer_everything(mask):
     assert mask.dense().shape == (1, mask.q_len, mask.kv_len)
     assert mask.block_counts(4).sum() == 0
     assert mask.block_table(4).sum() == 0
-    assert mask.keys_read(rows).shape == (0, 2)
-    assert mask.keys_read([]).shape == (0, 2)
     assert mask.select(rows, keys) == mask
     assert (mask & mask) == mask == (mask | mask)
     assert SpanMask.from_block_mask(mask.block_mask(block_size=4)) == mask
@@ -196,14 +194,12 @@ def test_a_block_is_full_where_all_its_cells_that_exist_are_read():
 
 
 def test_a_million_tokens_stay_small():
-    """Areas, counts and unions of a long mask need nothing S x S; the figures are closed forms."""
+    """Areas and counts of a long mask need nothing S x S; the figures are closed forms."""
     seq_len = 2**20
     mask = SpanMask.causal(seq_len)
     assert int(mask.area().sum()) == seq_len * (seq_len + 1) // 2
     np.testing.assert_array_equal(mask.block_counts(128)[0], np.arange(1, seq_len // 128 + 1))
-    assert mask.keys_read([[5, 6], [1000, 2000]]).tolist() == [[0, 2000]]
     window = SpanMask.sliding_window(seq_len, 1000)
-    assert window.keys_read([[5000, 6000], [900_000, 900_001]]).tolist() == [[4000, 6000], [899_000, 900_001]]
     local = window.select([[seq_len - 3, seq_len]], [[seq_len - 1002, seq_len]])
     assert (local.start.tolist(), local.end.tolist()) == ([[[0, 0, 1]]], [[[1000, 1001, 1002]]])
 
@@ -276,8 +272,6 @@ def test_numpy_is_enough():
         (lambda: SpanMask.causal(8).select([[0, 9]], [[0, 8]]), r"q_runs .* inside \[0, 8\), but run 0 is \[0, 9\]"),
         (lambda: SpanMask.causal(8).select([[0, 8]], [[4, 6], [5, 8]]), r"run 1 is \[5, 8\] after \[4, 6\]"),
         (lambda: SpanMask.causal(8).select([[0, 8]], [[4, 3]]), r"run 0 is \[4, 3\]"),
-        (lambda: SpanMask.causal(8).keys_read([0, 8]), r"q_runs must be integers \[num_runs, 2\]"),
-        (lambda: SpanMask.stack([SpanMask.causal(8)] * 2).keys_read([[0, 1]]), "batch_size 2; take mask.row"),
     ],
 )
 def test_errors_name_the_values(make, text):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 import spanwise
 from spanwise.layouts.packing import Packing
@@ -85,99 +83,6 @@ def test_labels_and_positions(kind: str, num_ranks: int, dim: int) -> None:
         assert torch.equal(ready["labels"], plan.shard(kept, rank, dim))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("shifts", [-1, -2, 3, 0, -100])
-def test_roll_and_its_gradient(kind: str, num_ranks: int, shifts: int) -> None:
-    """What padding holds, in the input and in the gradient of the result's padding, goes nowhere."""
-    plan = plan_of(num_ranks, kind)
-    packing = plan.packing
-    valid = torch.from_numpy(packing.valid_q)[:, None]
-    x = torch.randn(packing.q_len, 3, dtype=torch.float64)
-    weights = torch.randn(packing.q_len, 3, dtype=torch.float64)
-    reference = x.clone().requires_grad_()
-    expected = rolled(reference, packing, shifts, 7)
-    (expected * weights).sum().backward()
-    poisoned, poisoned_weights = (torch.where(valid, t, torch.nan) for t in (x, weights))
-
-    def on_rank(rank: int, mesh: object) -> tuple[torch.Tensor, torch.Tensor]:
-        local = spanwise.shard(plan, mesh, poisoned, 0).requires_grad_()
-        out = spanwise.roll(local, shifts, plan, mesh, dim=0, fill_value=7)
-        out.backward(spanwise.shard(plan, mesh, poisoned_weights, 0))
-        return out.detach(), local.grad
-
-    for rank, (out, grad) in enumerate(run_ranks(num_ranks, on_rank)):
-        assert torch.equal(out, plan.shard(expected.detach(), rank, 0))
-        assert torch.equal(grad, plan.shard(reference.grad, rank, 0))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_multi_token_prediction_is_that_of_one_device(kind: str) -> None:
-    """Token i predicts tokens i + 1 … i + 3 from its own state and the embeddings of the tokens between."""
-    num_ranks, vocab, width = 4, 11, 6
-    plan = plan_of(num_ranks, kind)
-    packing = plan.packing
-    tokens = torch.randint(0, vocab, (packing.q_len,))
-    embedding, head = (torch.randn(vocab, width, dtype=torch.float64) for _ in range(2))
-
-    def loss_of(parameters: list, own: torch.Tensor, labels: torch.Tensor, roll: object, mean: object) -> torch.Tensor:
-        table, out = parameters
-        embedded, total = table[own], 0.0
-        for depth in range(3):
-            state = torch.tanh(sum(roll(embedded, -k, 0) for k in range(depth + 1)))
-            total = total + mean(state @ out.T, roll(labels, -depth, -100))
-        return total
-
-    reference = [embedding.clone().requires_grad_(), head.clone().requires_grad_()]
-    expected = loss_of(
-        reference,
-        tokens,
-        rolled(tokens, packing, -1, -100),
-        lambda x, shifts, fill: rolled(x, packing, shifts, fill),
-        F.cross_entropy,
-    )
-    expected.backward()
-
-    def on_rank(rank: int, mesh: object) -> tuple[float, list]:
-        batch = spanwise.shard_batch({"input_ids": tokens, "labels": tokens}, plan, mesh, dim=0)
-        local = [embedding.clone().requires_grad_(), head.clone().requires_grad_()]
-        loss = loss_of(
-            local,
-            batch["input_ids"],
-            batch["labels"],
-            lambda x, shifts, fill: spanwise.roll(x, shifts, plan, mesh, dim=0, fill_value=fill),
-            lambda logits, labels: spanwise.cross_entropy(logits, labels, mesh),
-        )
-        loss.backward()
-        return loss.item(), [parameter.grad for parameter in local]
-
-    results = run_ranks(num_ranks, on_rank)
-    for loss, _ in results:
-        assert loss == pytest.approx(expected.item(), rel=1e-12)
-    for i, parameter in enumerate(reference):
-        mean = sum(grads[i] for _, grads in results) / num_ranks
-        torch.testing.assert_close(mean, parameter.grad, rtol=1e-11, atol=1e-12)
-
-
-@st.composite
-def small_packings(draw: st.DrawFn) -> Packing:
-    slots = draw(st.lists(st.integers(0, 6), max_size=5))
-    lens = [draw(st.integers(0, slot) | st.just(slot)) for slot in slots]
-    before, after = draw(st.integers(0, 3)), draw(st.integers(0 if sum(slots) else 1, 3))
-    return packing_of(lens, slots, before, after)
-
-
-@given(small_packings(), st.integers(-7, 7))
-def test_any_packing(packing: Packing, shifts: int) -> None:
-    plan = spanwise.make_plan(packing.mask(), 1, packing=packing)
-    tokens = torch.arange(packing.q_len)
-    got = spanwise.shard_batch({"labels": tokens}, plan, None, dim=0)
-    assert torch.equal(got["labels"], rolled(tokens, packing, -1, -100))
-    assert torch.equal(got["position_ids"], positions(packing))
-    moved = spanwise.roll(tokens, shifts, plan, None, dim=0, fill_value=-1)
-    assert torch.equal(moved, rolled(tokens, packing, shifts, -1))
-
-
 def test_keys_of_cross_attention_lie_as_their_own_layout_says() -> None:
     packing = Packing([0, 4, 8], cu_seqlens_kv=[0, 12, 16], cu_seqlens_kv_padded=[0, 12, 20])
     plan = spanwise.make_plan(packing.mask(align="bottom_right"), 2, packing=packing, balancer="dual_chunk")
@@ -238,25 +143,31 @@ def test_unshard_puts_keys_back_and_has_the_exact_adjoint(num_ranks: int, balanc
         torch.testing.assert_close(grad, plan.shard(sum(cotangents), rank, dim, side="kv"))
 
 
-@pytest.mark.parametrize(("num_ranks", "balancer"), CROSS)
-@pytest.mark.parametrize("shifts", [-1, 2, -40])
-def test_roll_of_keys_and_its_gradient(num_ranks: int, balancer: str, shifts: int) -> None:
-    plan = cross_plan(num_ranks, balancer)
+ROLLED = [(kind, num_ranks, "q") for kind in KINDS for num_ranks in (2, 4)] + [(name, n, "kv") for n, name in CROSS]
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "side"), ROLLED)
+@pytest.mark.parametrize("shifts", [-1, -2, 3, 0, -100])
+def test_roll_and_its_gradient(kind: str, num_ranks: int, side: Any, shifts: int) -> None:
+    """What padding holds, in the input and in the gradient of the result's padding, goes nowhere."""
+    plan = plan_of(num_ranks, kind) if side == "q" else cross_plan(num_ranks, kind)
     packing = plan.packing
-    x, weights = (torch.randn(packing.kv_len, 3, dtype=torch.float64) for _ in range(2))
+    valid = torch.from_numpy(packing.sequence_ids(side) >= 0)[:, None]
+    x, weights = (torch.randn(len(valid), 3, dtype=torch.float64) for _ in range(2))
     reference = x.clone().requires_grad_()
-    expected = rolled(reference, packing, shifts, 7, "kv")
+    expected = rolled(reference, packing, shifts, 7, side)
     (expected * weights).sum().backward()
+    poisoned, poisoned_weights = (torch.where(valid, t, torch.nan) for t in (x, weights))
 
     def on_rank(rank: int, mesh: object) -> tuple[torch.Tensor, torch.Tensor]:
-        local = spanwise.shard(plan, mesh, x, 0, side="kv").requires_grad_()
-        out = spanwise.roll(local, shifts, plan, mesh, dim=0, fill_value=7, side="kv")
-        out.backward(spanwise.shard(plan, mesh, weights, 0, side="kv"))
+        local = spanwise.shard(plan, mesh, poisoned, 0, side=side).requires_grad_()
+        out = spanwise.roll(local, shifts, plan, mesh, dim=0, fill_value=7, side=side)
+        out.backward(spanwise.shard(plan, mesh, poisoned_weights, 0, side=side))
         return out.detach(), local.grad
 
     for rank, (out, grad) in enumerate(run_ranks(num_ranks, on_rank)):
-        assert torch.equal(out, plan.shard(expected.detach(), rank, 0, side="kv"))
-        assert torch.equal(grad, plan.shard(reference.grad, rank, 0, side="kv"))
+        assert torch.equal(out, plan.shard(expected.detach(), rank, 0, side=side))
+        assert torch.equal(grad, plan.shard(reference.grad, rank, 0, side=side))
 
 
 def test_keys_whose_documents_only_their_offsets_tell() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,12 @@ def fused_loss(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], A
     return call
 
 
+def logits_loss(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
+    count, weights = options.pop("count", 6), options.pop("weights", None)
+    labels = torch.tensor([1, -100, 2, 0, 1, 3])
+    return lambda x: spanwise.cross_entropy(x, labels, mesh, num_valid=count, weights=weights)
+
+
 def recurrent(mesh: DeviceMesh, options: Options) -> Callable[[torch.Tensor], Any]:
     plan = spanwise.make_plan(spanwise.SpanMask.causal(12), 2, balancer="contiguous", block_size=2)
     route = spanwise.recurrence.recurrence_route(plan, mesh)
@@ -116,6 +123,14 @@ CHANGES: dict[Callable[..., Any], dict[str, tuple[Options, str]]] = {
         "a softcap": ({"softcap": 3.0}, "softcap 3.0"),
         "a hidden size": ({"columns": 4}, "last dim (4,)"),
     },
+    logits_loss: {
+        "a count of its own": ({"count": 2}, "rank 1: amount 2.0"),
+        "no count": ({"count": None}, "num_valid None, weighted False"),
+        "a count in a tensor": ({"count": torch.tensor(6)}, "rank 1: num_valid a tensor"),
+        "a wider dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
+        "weights": ({"weights": torch.ones(6)}, "rank 1: weighted True"),
+        "no gradient": ({"grad": False}, "rank 1: requires grad False"),
+    },
     recurrent: {
         "a bias": ({"bias": torch.ones(5)}, "(3, None, True)"),
         "normalized": ({"normalize": True}, "rank 1: gated_delta(normalize=True)"),
@@ -145,14 +160,17 @@ def run(door: Callable[..., Any], mesh: DeviceMesh, options: Options, backend: s
 
 
 def differ(
-    rank: int, mesh: DeviceMesh, door: Callable[..., Any], names: list[str], backend: str | None
+    rank: int, mesh: DeviceMesh, door: Callable[..., Any], names: list[str], backend: str | None, steady: int
 ) -> dict[str, str]:
     said = {}
     for name in names:
+        for _ in range(steady):
+            run(door, mesh, {}, None)
         torch._dynamo.reset()  # compiled once for each name, it would meet the limit of torch
         own = CHANGES[door][name][0] if rank == 1 else {}
         said[name] = mismatch(lambda own=own: [run(door, mesh, dict(own), backend), run(door, mesh, {}, backend)])
-    run(door, mesh, {}, backend if rank == 0 else None)  # only one rank has compiled it: the same call
+    if not steady:
+        run(door, mesh, {}, backend if rank == 0 else None)  # only one rank has compiled it: the same call
     return said
 
 
@@ -161,13 +179,23 @@ def test_raises_on_every_rank(gloo_pool: GlooPool, door: Callable[..., Any]) -> 
     check(gloo_pool, door, list(CHANGES[door]), None)
 
 
+@pytest.mark.parametrize("name", ["a count of its own", "no gradient"])
+def test_raises_on_every_rank_after_equal_steps(gloo_pool: GlooPool, name: str) -> None:
+    """One rank has gone on, and the groups are closed."""
+    check(gloo_pool, logits_loss, [name], None, steady=8)
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("door", "backend", "names"),
     [
         (scores, "aot_eager", ["a temperature", "a bias"]),
         (edges, "aot_eager", ["a wider dtype"]),
-        *(pytest.param(door, "inductor", list(CHANGES[door]), marks=pytest.mark.slow) for door in (scores, edges)),
+        (logits_loss, "aot_eager", ["a count of its own", "no count"]),
+        *(
+            pytest.param(door, "inductor", list(CHANGES[door]), marks=pytest.mark.slow)
+            for door in (scores, edges, logits_loss)
+        ),
     ],
 )
 def test_raises_on_every_rank_in_compiled_code(
@@ -176,8 +204,10 @@ def test_raises_on_every_rank_in_compiled_code(
     check(gloo_pool, door, names, backend)
 
 
-def check(gloo_pool: GlooPool, door: Callable[..., Any], names: list[str], backend: str | None) -> None:
-    for said in gloo_pool.run(2, differ, door, names, backend):
+def check(
+    gloo_pool: GlooPool, door: Callable[..., Any], names: list[str], backend: str | None, steady: int = 0
+) -> None:
+    for said in gloo_pool.run(2, differ, door, names, backend, steady):
         for name, text in said.items():
             assert "ranks disagree on call" in text and CHANGES[door][name][1] in text, (name, text)
 
@@ -201,3 +231,30 @@ def test_a_backward_that_one_rank_leaves_out(
 ) -> None:
     for text in gloo_pool.run(2, skips, door, backend):
         assert "ranks disagree on call" in text and "backward of " in text, text
+
+
+def counts_in_tensors(rank: int, mesh: DeviceMesh, backend: str | None) -> str:
+    torch._dynamo.reset()
+    run(logits_loss, mesh, {"count": torch.tensor(6)}, backend)
+    return mismatch(lambda: run(logits_loss, mesh, {"count": torch.tensor([6, 3][rank])}, backend))
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=[pytest.mark.slow, pytest.mark.compiles])])
+def test_counts_in_tensors_of_the_host_are_compared(gloo_pool: GlooPool, backend: str | None) -> None:
+    for text in gloo_pool.run(2, counts_in_tensors, backend):
+        assert "rank 0: cross_entropy(amount 6.0" in text and "rank 1: amount 3.0" in text, text
+
+
+def over_two_axes(rank: int, mesh: DeviceMesh, backend: str | None) -> tuple[str, float]:
+    torch._dynamo.reset()
+    both = mesh["dp", "cp"]
+    loss = spanwise.cross_entropy(torch.zeros(1, 4, 5), torch.tensor([[1, -100, 2, 0]]), both, num_valid=12).item()
+    run(logits_loss, both, {"count": 12}, backend)
+    return mismatch(lambda: run(logits_loss, both, {"count": 3 + rank // 3}, backend)), loss
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=[pytest.mark.slow, pytest.mark.compiles])])
+def test_ranks_of_two_axes(gloo_pool: GlooPool, backend: str | None) -> None:
+    axes: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("dp", "cp")}
+    for text, loss in gloo_pool.run(4, over_two_axes, backend, **axes):
+        assert "rank 3: amount 4.0" in text and loss == pytest.approx(math.log(5))

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import TokenTree
-from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 VOCAB, HEADS, HEAD_DIM = 11, 12, 2
@@ -225,21 +224,6 @@ def test_values_of_edges_and_their_adjoint(dtype: torch.dtype) -> None:
         assert torch.equal(whole, torch.where(known, values.T, 0))
         if grad is not None:
             assert torch.equal(grad, cotangents.double().sum(0)[:, edges.targets].to(dtype))
-
-
-def differ(rank: int, mesh: DeviceMesh) -> str:
-    tree = TokenTree([-1, 0, 0], [3, 2, 2])
-    edges = spanwise.shard_edges(tree, spanwise.make_plan(tree.mask(), 2, block_size=2), mesh)
-    try:
-        spanwise.unshard_edges(edges, mesh, torch.zeros(len(edges.targets), 1 + rank), dim=0)
-    except spanwise.MismatchError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_differ(gloo_pool: GlooPool) -> None:
-    for said in gloo_pool.run(2, differ):
-        assert "unshard_edges" in said and "(7, 1)" in said and "(7, 2)" in said
 
 
 def test_what_is_refused() -> None:
