@@ -241,21 +241,6 @@ def test_a_stream_that_workers_would_share_is_refused() -> None:
         list(worker_batches(stream, 0, 2))
 
 
-@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")  # torchdata 0.11 with torch 2.13
-def test_torchdata_resumes_behind_any_batch() -> None:
-    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    whole = [as_values(batch) for batch in dataset()]
-    for count in (1, 4):
-        loader = loaders.StatefulDataLoader(dataset(), batch_size=None, num_workers=2, multiprocessing_context=forked())
-        each = iter(loader)
-        assert [as_values(next(each)) for _ in range(count)] == whole[:count]
-        resumed = loaders.StatefulDataLoader(
-            dataset(), batch_size=None, num_workers=2, multiprocessing_context=forked()
-        )
-        resumed.load_state_dict(loader.state_dict())
-        assert [as_values(batch) for batch in resumed] == whole[count:]
-
-
 def check_loader(context: Any, workers: int) -> None:
     whole = [as_values(batch) for batch in dataset()]
     loader = DataLoader(dataset(), batch_size=None, num_workers=workers, multiprocessing_context=context)

@@ -192,6 +192,7 @@ def test_raises_on_every_rank_after_equal_steps(gloo_pool: GlooPool, name: str) 
         (scores, "aot_eager", ["a temperature", "a bias"]),
         (edges, "aot_eager", ["a wider dtype"]),
         (logits_loss, "aot_eager", ["a count of its own", "no count"]),
+        (each_loss, "aot_eager", ["a softcap"]),
         *(
             pytest.param(door, "inductor", list(CHANGES[door]), marks=pytest.mark.slow)
             for door in (scores, edges, logits_loss)
