@@ -135,11 +135,6 @@ def test_damaged_files(tmp_path, text: str, message: str) -> None:
         Hardware.load(path)
 
 
-def test_a_missing_file_is_a_missing_file(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Hardware.load(tmp_path / "nowhere.json")
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

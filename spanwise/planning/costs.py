@@ -132,18 +132,14 @@ def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
     """
     tokens = np.repeat(route.tokens.sum(axis=2), plan.inner, axis=1).T
     if len(route.sources) > 1 and not route.exact and tokens.sum() > plan.needed_tokens(mask).sum():
-        areas = [
-            traffic.pairs_over(plan.mask(mask), plan.groups, _by_row(step.moves), plan.batch_size)
-            for step in route.steps
-        ]
+        areas = []
+        for step in route.steps:
+            rows = [step.moves[step.moves[:, ROW] == row] for row in range(int(step.moves[:, ROW].max()) + 1)]
+            keys = [moves[:, [RECEIVER, START, START + 1]] for moves in rows]  # by group
+            areas.append(traffic.pairs_over(plan.mask(mask), plan.groups, keys, plan.batch_size))
         return np.repeat(np.stack(areas, axis=1), plan.inner, axis=0).astype(np.float64)
     remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)
     return remote[:, None] * tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1.0)
-
-
-def _by_row(moves: Int64) -> list[Int64]:
-    """What each group receives, int64 ``[m, 3]`` for each batch row: receiver, start, stop."""
-    return [moves[moves[:, ROW] == row][:, [RECEIVER, START, START + 1]] for row in range(int(moves[:, ROW].max()) + 1)]
 
 
 # ---------------------------------------------------------------- bytes
@@ -178,7 +174,7 @@ def resident_and_saved(plan: PlanData, mask: str, what: str = "resident_bytes()"
     exchanging, after = (np.repeat(tokens, plan.inner) * token_bytes for tokens in (most, kept))
     if plan.inner == 1:
         return exchanging, after
-    return heads.resident(plan, exchanging, after), after + heads.saved(plan)
+    return heads.resident_and_saved(plan, exchanging, after)
 
 
 def held(plan: PlanData) -> int:

@@ -8,8 +8,6 @@ divides Hkv, and are one head wide where Hkv divides n. Otherwise a rank may rec
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from spanwise.masks.arrays import Float64, Int64
@@ -63,60 +61,6 @@ def kv_heads_of(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[in
     return count, tuple(min(heads[0], num_kv_heads - count) for heads in read)
 
 
-class Traded(NamedTuple):
-    """Bytes of the tensors that each rank computes with: its share of the heads, over the tokens of its group.
-
-    Attributes:
-        q, out: queries and output.
-        kv: K/V that are kept.
-        window: K/V as received.
-        repeated: copies of K/V heads that had to be repeated, or 0.
-    """
-
-    q: Int64
-    out: Int64
-    kv: Int64
-    window: Int64
-    repeated: Int64
-
-
-class Own(NamedTuple):
-    """Bytes of each rank's own tokens, all heads: q and K/V as they leave, the output as it comes back.
-
-    Attributes:
-        copies: number of copies of K/V during the split; 2 where the ranks' windows of heads overlap in part.
-    """
-
-    q: Int64
-    kv: Int64
-    out: Int64
-    copies: int
-
-
-def traded_bytes(plan: PlanData) -> Traded:
-    """Bytes of `Traded`; int64 ``[num_ranks]`` each."""
-    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
-    q, kv = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
-    # The heads that are read lie in the window that was received, unless they had to be repeated.
-    ranks, share = range(plan.inner), heads // plan.inner * plan.itemsize
-    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in ranks]
-    distinct = [len(set(kv_heads_read(heads, kv_heads, plan.inner, rank))) for rank in ranks]
-    repeated = [n if n > read else 0 for n, read in zip(held, distinct, strict=True)]
-    head = kv * (qk_dim + v_dim) * plan.itemsize
-    window = head * kv_heads_of(heads, kv_heads, plan.inner)[0]
-    copies = head * np.tile(np.array(repeated, np.int64), plan.num_groups)
-    return Traded(q * share * qk_dim, q * share * v_dim, np.where(copies > 0, copies, window), window, copies)
-
-
-def own_bytes(plan: PlanData) -> Own:
-    """Bytes of `Own`; int64 ``[num_ranks]`` each."""
-    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
-    q, kv = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))
-    sent = plan.inner * kv_heads_of(heads, kv_heads, plan.inner)[0]
-    copies = 1 if sent == kv_heads or plan.inner % kv_heads == 0 else 2
-    return Own(q * heads * qk_dim, kv * sent * (qk_dim + v_dim), q * heads * v_dim, copies)
-
-
 def kv_heads_of_ranks(plan: PlanData) -> Int64:
     """K/V heads that each rank computes with; int64 ``[num_ranks]``."""
     heads, kv_heads, _, _ = plan.attention_shape
@@ -152,29 +96,39 @@ def received(plan: PlanData) -> Int64:
     return (into + back).sum(axis=2).ravel()
 
 
-def resident(plan: PlanData, exchanging: Int64, after: Int64) -> Int64:
-    """Most bytes that each rank holds; int64 ``[num_ranks]``.
+def resident_and_saved(plan: PlanData, exchanging: Int64, after: Int64) -> tuple[Int64, Int64]:
+    """Most bytes that each rank holds, and what it keeps for the backward; int64 ``[num_ranks]`` each.
 
     Args:
         exchanging, after: bytes held for the exchange between groups: most during it, and after it.
     """
-    trade, own = traded_bytes(plan), own_bytes(plan)
-    came = trade.q + trade.window
+    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    ranks, share = range(plan.inner), heads // plan.inner * plan.itemsize
+    count = kv_heads_of(heads, kv_heads, plan.inner)[0]
+    # Own tokens with all heads: q and K/V as they leave, the output as it comes back.
+    tokens, keys = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))
+    sent = plan.inner * count
+    own_q, own_kv, own_out = tokens * heads * qk_dim, keys * sent * (qk_dim + v_dim), tokens * heads * v_dim
+    copies = 1 if sent == kv_heads or plan.inner % kv_heads == 0 else 2  # 2 where windows overlap in part
+    # The group's tokens with the rank's fraction of the heads: queries, output, K/V as received.
+    tokens, keys = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
+    q, out, head = tokens * share * qk_dim, tokens * share * v_dim, keys * (qk_dim + v_dim) * plan.itemsize
+    window = head * count
+    # The heads that are read lie in the window, unless they had to be repeated; then the copies are kept.
+    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in ranks]
+    distinct = [len(set(kv_heads_read(heads, kv_heads, plan.inner, rank))) for rank in ranks]
+    counts = [n if n > read else 0 for n, read in zip(held, distinct, strict=True)]
+    repeated = head * np.tile(np.array(counts, np.int64), plan.num_groups)
+    kv = np.where(repeated > 0, repeated, window)
     moments = [
-        own.q + own.kv * own.copies + trade.q,
-        own.q + own.kv + came,
-        own.kv + came + trade.q,  # q in order, and q as received
-        came + trade.window + trade.repeated,  # q, K and V in order, and K and V as received
-        trade.q + trade.kv + exchanging,
-        trade.q + trade.kv + after + 2 * trade.out + own.out,  # output in order of departure, then all heads
+        own_q + own_kv * copies + q,
+        own_q + own_kv + q + window,
+        own_kv + 2 * q + window,  # q in order, and q as received
+        q + 2 * window + repeated,  # q, K and V in order, and K and V as received
+        q + kv + exchanging,
+        q + kv + after + 2 * out + own_out,  # output in order of departure, then all heads
     ]
-    return np.asarray(np.max(moments, axis=0), np.int64)
-
-
-def saved(plan: PlanData) -> Int64:
-    """Bytes that each rank keeps for the backward; int64 ``[num_ranks]``."""
-    trade = traded_bytes(plan)
-    return trade.q + trade.kv + trade.out
+    return np.asarray(np.max(moments, axis=0), np.int64), after + q + kv + out
 
 
 def copied(plan: PlanData, kv_bytes: Float64) -> tuple[Float64, Float64]:
@@ -190,13 +144,8 @@ def copied(plan: PlanData, kv_bytes: Float64) -> tuple[Float64, Float64]:
 
 def trade_seconds(plan: PlanData, *, backward: bool) -> tuple[float, float]:
     """Seconds of the way in and of the way back; all groups trade at the same time."""
-    into, back = (plan.hardware.all_to_all_seconds(_over_ranks(table)) for table in trades(plan, backward=backward))
+    group, of_ranks = np.arange(plan.num_groups), np.zeros((2, *(plan.num_groups, plan.inner) * 2))
+    for table, of_groups in zip(of_ranks, trades(plan, backward=backward), strict=True):
+        table[group, :, group, :] = of_groups
+    into, back = map(plan.hardware.all_to_all_seconds, of_ranks.reshape(2, plan.num_ranks, plan.num_ranks))
     return into, back
-
-
-def _over_ranks(of_groups: np.ndarray) -> np.ndarray:
-    """Tables of each group ``[G, inner, inner]`` as one table of all ranks."""
-    groups, inner, _ = of_groups.shape
-    table = np.zeros((groups, inner, groups, inner))
-    table[np.arange(groups), :, np.arange(groups), :] = of_groups
-    return table.reshape(groups * inner, groups * inner)

@@ -24,20 +24,6 @@ from spanwise.masks.arrays import Int64
 from spanwise.routes.route import RouteProblem, Tables, add_pairs
 
 
-class Moves(NamedTuple):
-    """Runs of keys that travel, int64 ``[m, 5]`` each: batch row, receiving group, sending group, start, stop.
-
-    In no order: a rank sorts those that it receives or sends. The runs of a receiver in a row are disjoint.
-
-    Attributes:
-        direct: from their owners, to readers on the same host and to relays on other hosts.
-        passed: from relays to the other readers on their hosts.
-    """
-
-    direct: Int64
-    passed: Int64
-
-
 class _Pieces(NamedTuple):
     """Runs of keys that groups of one host read and do not hold.
 
@@ -67,13 +53,18 @@ class _Pieces(NamedTuple):
         return np.column_stack([np.full_like(start, row), receiver, sender[piece], start, start + self.tokens[piece]])
 
 
-def moves(problem: RouteProblem) -> Moves:
-    """How the rows of K/V travel that groups read and do not hold."""
-    found = []
+def moves(problem: RouteProblem) -> tuple[Int64, Int64]:
+    """How the rows of K/V travel that groups read and do not hold, as moves ``[m, 5]`` in no order.
+
+    Returns:
+        From owners, to readers on the same host and to relays on other hosts; and from relays to the other readers on
+        their hosts.
+    """
+    direct, passed = [], []
     for row, (near, far, others, relay) in enumerate(_rows(problem)):
-        direct = np.concatenate([near.moves(near.owner, row), far.moves(far.owner, row)])
-        found.append(Moves(direct, others.moves(relay, row)))
-    return Moves(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        direct += [near.moves(near.owner, row), far.moves(far.owner, row)]
+        passed.append(others.moves(relay, row))
+    return np.concatenate(direct), np.concatenate(passed)
 
 
 def count(problem: RouteProblem) -> Tables:

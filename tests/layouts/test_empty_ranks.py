@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import Packing, SpanMask
-from spanwise.layouts.balancers import LPT
-from spanwise.layouts.local import Local
 from tests.oracle import make_problem
 from tests.ranks.harness import run_ranks
 
@@ -50,18 +48,6 @@ def test_every_rank_holds_a_token(packed: Any, num_ranks: Any, balancer: str, bl
 
 
 @settings(deadline=None)
-@given(packed_documents(), st.integers(1, 9), st.booleans())
-def test_balancers_with_options(packed: Any, num_ranks: int, longest_first: bool) -> None:
-    mask, _ = packed
-    balancers = [Local(max_imbalance=1.5), LPT(longest_first=longest_first)]
-    if mask.batch_size == 1:
-        balancers.append(LPT(longest_first=longest_first, equal_tokens=False))
-    for balancer in balancers:
-        tokens = spanwise.make_plan(mask, num_ranks, balancer=balancer, exchange="needed").layout.tokens_per_rank
-        assert (tokens > 0).all() or mask.q_len < num_ranks
-
-
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=1), st.integers(1, 6), st.sampled_from(BALANCERS)
 )
@@ -73,20 +59,6 @@ def test_packings_with_padding(slots: list[tuple[int, int]], num_ranks: int, bal
         return
     plan = spanwise.make_plan(packing.mask(), num_ranks, balancer=balancer, packing=packing)
     assert (plan.layout.tokens_per_rank > 0).all() or packing.q_len < num_ranks
-
-
-@given(st.integers(1, 4), st.integers(1, 3))
-def test_dual_chunks_of_packings(num_ranks: int, chunks: int) -> None:
-    packing = Packing([0, 1], cu_seqlens_q_padded=[0, 2 * num_ranks * chunks])
-    plan = spanwise.make_plan(packing.mask(), num_ranks, balancer="dual_chunk", packing=packing)
-    assert (plan.layout.tokens_per_rank == 2 * chunks).all()
-
-
-@given(st.integers(1, 20), st.integers(1, 20), RANKS)
-def test_cross_attention(q_len: int, kv_len: int, num_ranks: Any) -> None:
-    plan = spanwise.make_plan(SpanMask.full(q_len, kv_len), num_ranks)
-    assert (plan.layout.tokens_per_rank > 0).all() or q_len < plan.num_ranks
-    assert (plan.kv_layout.tokens_per_rank > 0).all() or kv_len < plan.num_ranks
 
 
 @pytest.mark.parametrize("balancer", ["ptrr", "lpt", "local"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -61,22 +62,18 @@ def test_every_way_to_build_gives_an_equal_layout(case):
         assert other.digest() == layout.digest()
 
 
-def test_short_last_block():
-    layout = Layout.from_owners([1, 0, 1, 1], 2, seq_len=13, block_size=4)
-    np.testing.assert_array_equal(layout.runs(0), [[4, 8]])
-    np.testing.assert_array_equal(layout.runs(1), [[0, 4], [8, 13]])
-    np.testing.assert_array_equal(layout.tokens_per_rank, [4, 9])
-    np.testing.assert_array_equal(layout.pieces(), [[0, 4, 8], [1, 0, 4], [1, 8, 13]])
-    assert repr(layout) == "Layout(seq_len=13, num_ranks=2, batch_size=1, runs=3)"
-
-
-def test_rank_without_tokens():
-    layout = Layout.from_runs([[[[0, 2]], [], [[2, 3]]]], seq_len=3)
-    assert layout.num_ranks == 3
-    assert layout.runs(1).shape == (0, 2)
-    assert layout.indices(1).shape == (0,)
-    np.testing.assert_array_equal(layout.tokens_per_rank, [2, 0, 1])
-    assert layout.restore_indices().tolist() == [[0, 1, 2]]
+@given(token_owners(), st.integers(1, 4))
+def test_slots_and_parts(case, parts):
+    owner, num_ranks = case
+    layout = Layout.from_owners(owner, num_ranks, owner.shape[1], block_size=1)
+    split = layout.split(parts)
+    assert split.grouped(parts) == layout
+    sizes = split.tokens_per_rank.reshape(num_ranks, parts)
+    assert (np.diff(sizes, axis=1) <= 0).all() and (np.ptp(sizes, axis=1) <= 1).all()
+    slots, most = layout.slots(), layout.tokens_per_rank.max()
+    for row, rank in itertools.product(range(layout.batch_size), range(num_ranks)):
+        first = (rank * layout.batch_size + row) * most
+        assert slots[row, layout.indices(rank, row)].tolist() == list(range(first, first + layout.num_tokens(rank)))
 
 
 def test_one_row_serves_every_row_of_a_batch():

@@ -16,28 +16,6 @@ from spanwise.layouts.ptrr import ptrr_schedule
 
 # The example of PyTorch's own docstring (_PTRRLoadBalancer.ptrr_scheduling).
 TIMES = [9, 14, 2, 20, 10, 15, 8, 14, 16, 19, 15, 3, 12, 1, 12, 10]
-BLOCKS = [[3, 12, 13, 14], [2, 4, 7, 9], [1, 8, 11, 15], [0, 5, 6, 10]]
-
-
-def test_documented_example():
-    blocks = ptrr_schedule(torch.tensor(TIMES), 4)
-    assert blocks.dtype == torch.int64
-    assert blocks.tolist() == BLOCKS
-
-
-def test_every_batch_row_has_its_own_schedule():
-    times = torch.tensor([TIMES, TIMES[::-1]])
-    blocks = ptrr_schedule(times, 4)
-    assert blocks.shape == (2, 4, 4)
-    for row in range(2):
-        assert torch.equal(blocks[row], ptrr_schedule(times[row], 4))
-
-
-def test_blocks_that_do_not_divide():
-    # Sorted blocks 4 3 2 1 0 (times 5 4 3 2 1); three turns forward, then rank 2 and rank 1 backwards.
-    assert ptrr_schedule(torch.tensor([1, 2, 3, 4, 5]), 3).tolist() == [[4, -1], [0, 3], [1, 2]]
-    assert ptrr_schedule(torch.tensor([7, 9]), 3).tolist() == [[1], [0], [-1]]
-    assert ptrr_schedule(torch.tensor([7, 9]), 1).tolist() == [[0, 1]]
 
 
 @given(

@@ -103,18 +103,6 @@ def test_steps_up_the_path(forest, steps):
     assert pickle.loads(pickle.dumps(tree)) == tree and len({tree, TokenTree(*forest)}) == 1
 
 
-def test_steps_are_any_integer():
-    tree = TokenTree([-1, 0], [1, 2])
-    assert tree.parent_tokens(np.int64(2)).tolist() == [-1, -1, 0]
-    with pytest.raises(ValueError, match=r"steps must be an integer, got 1\.0"):
-        tree.parent_tokens(1.0)
-
-
-def test_trees_of_an_iterator_are_packed():
-    trees = [TokenTree([-1, 0], [1, 2]), TokenTree([-1], [4])]
-    assert TokenTree.pack(iter(trees)) == TokenTree.pack(trees) == TokenTree([-1, 0, -1], [1, 2, 4])
-
-
 @given(st.lists(forests(max_nodes=5), max_size=4))
 def test_packed_trees_are_apart(several):
     tree = TokenTree.pack([TokenTree(*forest) for forest in several])

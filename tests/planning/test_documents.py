@@ -12,17 +12,6 @@ from spanwise import Packing, SpanMask
 from spanwise.planning import documents
 
 
-@given(st.integers(1, 30), st.integers(0, 10**6))
-def test_cuts_are_the_positions_that_no_span_crosses(length: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    start = np.maximum(np.arange(length) - rng.integers(0, 3, length), 0)
-    end = np.minimum(start + rng.integers(0, 4, length), length)
-    mask = SpanMask(start[None], np.maximum(start, end)[None], length)
-    dense = mask.dense()[0]
-    expected = [t for t in range(1, length) if not dense[t:, :t].any() and not dense[:t, t:].any()]
-    assert documents.cuts([mask], length).tolist() == expected
-
-
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(0, 10**6))
 def test_branches_are_the_tokens_apart_from_the_one_before(length: int, rows: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -42,14 +31,6 @@ def test_answers_that_share_a_prompt_are_not_one_document() -> None:
         documents.packings(plan)
 
 
-def test_positions_count_from_the_start_of_each_document() -> None:
-    cu = [0, 7, 7, 30, 41]
-    whole = Packing(cu).positions()
-    plan = spanwise.make_plan(SpanMask.documents(cu), 3, balancer="lpt", block_size=4, cu_seqlens=cu)
-    for rank in range(3):
-        assert documents.positions(plan, rank).tolist() == [whole[plan.layout.indices(rank)].tolist()]
-
-
 def test_positions_of_batch_rows() -> None:
     rows = [[0, 7, 40], [0, 21, 40]]
     whole = np.stack([Packing(row).positions() for row in rows])
@@ -61,14 +42,6 @@ def test_positions_of_batch_rows() -> None:
             for row, got in enumerate(documents.positions(plan, rank)):
                 at = plan.layout.indices(rank, row if plan.layout.batch_size > 1 else 0)
                 assert got.tolist() == whole[row, at].tolist()
-
-
-def test_positions_of_one_document_and_of_a_packing() -> None:
-    plan = spanwise.make_plan(SpanMask.causal(9), 2, balancer="head_tail")
-    assert documents.positions(plan, 1).tolist() == [plan.layout.indices(1).tolist()]
-    packing = Packing([0, 3, 5], cu_seqlens_q_padded=[0, 4, 8])
-    plan = spanwise.make_plan(packing.mask(), 1, packing=packing)
-    assert documents.positions(plan, 0).tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3))), st.integers(0, 3), st.integers(0, 3))

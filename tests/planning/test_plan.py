@@ -140,12 +140,9 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
     np.savez(path, **arrays)
     with pytest.raises(ValueError, match="altered or damaged"):
         Plan.load(path)
-    make_plan(DOCUMENTS, 3).save(path)
-    whole = path.read_bytes()
-    for damaged in (b"not a plan", b"", whole[:-40], whole[:200] + b"xxxx" + whole[204:]):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"not a plan written by Plan\.save|altered or damaged"):
-            Plan.load(path)
+    path.write_bytes(b"not a plan")
+    with pytest.raises(ValueError, match=r"not a plan written by Plan\.save"):
+        Plan.load(path)
     with pytest.raises(FileNotFoundError):
         Plan.load(tmp_path / "missing.npz")
 
@@ -225,14 +222,6 @@ def test_bytes_and_seconds() -> None:
     for name in ("recv_bytes", "predict", "timeline"):
         with pytest.raises(ValueError, match="needs num_q_heads, num_kv_heads, head_dim"):
             getattr(make_plan(DOCUMENTS, 3), name)()
-
-
-def test_needed_exchange_receives_what_it_reads() -> None:
-    plan = make_plan(DOCUMENTS, 3, balancer="contiguous", exchange="needed", **SHAPE)
-    assert plan.recv_tokens().tolist() == plan.needed_tokens().tolist()
-    assert plan.recv_bytes().tolist() == [n * 2 * 40 * 2 for n in plan.needed_tokens().tolist()]
-    gathered = make_plan(DOCUMENTS, 3, balancer="contiguous", exchange="all_gather", **SHAPE)
-    assert plan.fingerprint != gathered.fingerprint
 
 
 def test_several_masks_and_weights() -> None:

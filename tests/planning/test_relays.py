@@ -28,17 +28,17 @@ def test_a_row_arrives_once_and_enters_a_host_once(problem: tuple[Plan, Dense], 
     places = plan.host_groups
     host = np.arange(groups) // places
     rows = num_rows(plan.mask(), plan.layout)
-    found = relays.moves(
+    first, second = relays.moves(
         RouteProblem(plan._needs["default"], plan._pairs["default"], plan.kv_groups, host_groups=places)
     )
     for row in range(rows):
         owner = dense.kv_rank[row] // plan.inner
         came = np.zeros((groups, plan.kv_len), int)
-        for _, receiver, sender, start, stop in found.direct[found.direct[:, 0] == row]:
+        for _, receiver, sender, start, stop in first[first[:, 0] == row]:
             assert (owner[start:stop] == sender).all()
             came[receiver, start:stop] += 1
         direct = came > 0
-        for _, receiver, sender, start, stop in found.passed[found.passed[:, 0] == row]:
+        for _, receiver, sender, start, stop in second[second[:, 0] == row]:
             assert host[sender] == host[receiver]
             assert direct[sender, start:stop].all() and (host[owner[start:stop]] != host[receiver]).all()
             came[receiver, start:stop] += 1
