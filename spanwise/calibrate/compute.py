@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,18 +18,18 @@ from spanwise.planning.make_plan import make_plan
 
 
 def matmul_rate(ranks: Ranks, dtype: torch.dtype, repeats: int) -> float:
-    """FLOP/s of a matrix product."""
+    """FLOP/s of a matrix product on the slowest rank."""
     n = 1024 if ranks.device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=ranks.device).to(dtype) for _ in range(2))
-    return 2 * n**3 / ranks.median(lambda: torch.mm(a, b), repeats)
+    return 2 * n**3 / ranks.medians([lambda: ranks.timed(lambda: torch.mm(a, b))[:1]], repeats)[0]
 
 
 def copy_rate(ranks: Ranks, repeats: int) -> float:
-    """Bytes/s read and written together."""
+    """Bytes/s read and written together on the slowest rank."""
     num_bytes = 1 << (26 if ranks.device.type == "cpu" else 29)  # larger than caches
     source = torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / ranks.median(lambda: target.copy_(source), repeats)
+    return 2 * num_bytes / ranks.medians([lambda: ranks.timed(lambda: target.copy_(source))[:1]], repeats)[0]
 
 
 def time_attention(
@@ -47,74 +46,47 @@ def time_attention(
     and keys of the other. Every rank measures the same one.
 
     Args:
-        kernel: the kernel to time.
         heads: query heads, key/value heads, head dim, value head dim.
         problems: ``(tokens, median document)``; lengths are log-normal, like those of texts.
     """
     calls: list[AttentionCall] = []
     steps: list[Callable[[], tuple[float, float]]] = []
     for tokens, median in problems:
-        for what, area, edge_tokens, step in _chunks(ranks, kernel, heads, dtype, tokens, median):
+        ends = np.cumsum(np.random.default_rng(0).lognormal(math.log(median), 1.0, tokens).astype(np.int64).clip(min=1))
+        mask = SpanMask.documents(np.concatenate([[0], ends[ends < tokens], [tokens]]))
+        plan = make_plan(mask, 2, balancer="head_tail", exchange="needed", stages=1)
+        local = rank_plan.build(plan, 0, ranks.device, kernel=kernel)
+        for own, chunk in zip((True, False), local.chunks["default"], strict=False):
+            area = int((chunk.end - chunk.start).clamp(min=0).sum())
+            if not area:
+                continue
+            steps.append(_step(ranks, kernel, heads, dtype, chunk, local.tokens))
+            what = f"{tokens} tokens in documents of {median}, {'own' if own else 'remote'} keys"
             for backward in (False, True):
                 pair = attention_flops(1, heads[0], heads[2], heads[3], backward=backward)
-                calls.append(AttentionCall(what, backward, area * pair, pair, edge_tokens))
-            steps.append(step)
-    # Round after round, so that a moment's disturbance does not hit a single problem.
-    rounds = []
-    for _ in range(repeats + 1):
-        times: list[float] = []
-        for step in steps:
-            ranks.barrier()
-            times += step()
-        rounds.append(ranks.over_ranks(times))
-    return calls, [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
-
-
-def _chunks(
-    ranks: Ranks, kernel: Kernel, heads: tuple[int, int, int, int], dtype: torch.dtype, tokens: int, median: int
-) -> Iterator[tuple[str, int, int, Callable[[], tuple[float, float]]]]:
-    """Chunks of one problem: name, pairs, queries on the mask's edge, and a timed forward and backward."""
-    num_q_heads, num_kv_heads, head_dim, v_head_dim = heads
-    plan = make_plan(
-        SpanMask.documents(_documents(tokens, median)), 2, balancer="head_tail", exchange="needed", stages=1
-    )
-    local = rank_plan.build(plan, 0, ranks.device, kernel=kernel)
-    num_tokens = local.tokens.shape[1]
-    for own, chunk in zip((True, False), local.chunks["default"], strict=False):
-        area = int((chunk.end - chunk.start).clamp(min=0).sum())
-        if not area:
-            continue
-        num_keys = chunk.kv_pos.shape[1]
-        shapes = (
-            (num_q_heads, num_tokens, head_dim),
-            (num_kv_heads, num_keys, head_dim),
-            (num_kv_heads, num_keys, v_head_dim),
-        )
-        q, k, v = (torch.randn(1, *x, device=ranks.device).to(dtype).requires_grad_() for x in shapes)
-        if own:
-            kernel.check(q, k, v, chunk, AttentionOptions())
-        what = f"{tokens} tokens in documents of {median}, {'own' if own else 'remote'} keys"
-        yield what, area, num_tokens if own else 0, _step(ranks, kernel, q, k, v, chunk, local.tokens)
-
-
-def _documents(tokens: int, median: int) -> np.ndarray:
-    """Offsets of log-normal documents of at least one token that fill a sequence; always the same."""
-    lengths = np.random.default_rng(0).lognormal(math.log(median), 1.0, size=tokens).astype(np.int64).clip(min=1)
-    ends = np.cumsum(lengths)
-    return np.concatenate([[0], ends[ends < tokens], [tokens]])
+                calls.append(AttentionCall(what, backward, area * pair, pair, local.tokens.shape[1] if own else 0))
+    return calls, ranks.medians(steps, repeats)
 
 
 def _step(
     ranks: Ranks,
     kernel: Kernel,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
     chunk: Chunk,
     q_pos: torch.Tensor,
 ) -> Callable[[], tuple[float, float]]:
     """A function that times one forward and its backward."""
+    num_q_heads, num_kv_heads, head_dim, v_head_dim = heads
+    num_tokens, num_keys = q_pos.shape[1], chunk.kv_pos.shape[1]
+    shapes = (
+        (num_q_heads, num_tokens, head_dim),
+        (num_kv_heads, num_keys, head_dim),
+        (num_kv_heads, num_keys, v_head_dim),
+    )
+    q, k, v = (torch.randn(1, *x, device=ranks.device).to(dtype).requires_grad_() for x in shapes)
     options = AttentionOptions()
+    kernel.check(q, k, v, chunk, options)
 
     def step() -> tuple[float, float]:
         forward, results = ranks.timed(lambda: kernel.attend(q, k, v, chunk, q_pos, options))

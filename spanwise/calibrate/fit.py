@@ -17,36 +17,19 @@ from spanwise.hardware import Link
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One timed call.
-
-    Attributes:
-        figure: the fitted figure, as reports name it.
-        what: the call, in words.
-        seconds: of the median call on the slowest rank.
-        fitted: seconds by the fit to all samples.
-    """
+    """A timed call in words, the figure it measures, its seconds on the slowest rank, and those by the fit."""
 
     figure: str
     what: str
     seconds: float
     fitted: float
 
-    @property
-    def error(self) -> float:
-        """Relative error of the fit."""
-        return self.fitted / self.seconds - 1
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """One call of the kernel.
+    """One forward or backward of the kernel on a problem `what`: FLOPs of the mask's pairs, and of one pair.
 
-    Attributes:
-        what: the problem, in words.
-        backward: whether it is the backward.
-        flops: of the mask's pairs.
-        pair_flops: of one pair.
-        tokens: queries on the mask's edge, where the kernel computes more; 0 for keys of other ranks.
+    `tokens` are queries on the mask's edge, where the kernel computes more; 0 for keys of other ranks.
     """
 
     what: str
@@ -85,17 +68,13 @@ def fit_attention(
         best = int(np.argmin([fit(edge_pairs)[0] for edge_pairs in grid]))
         low, high = grid[max(0, best - 2)], grid[min(32, best + 2)]
     _, x, fitted = fit(grid[best])
-    if not (x[1] > 0 and x[2] > 0):
+    if not (x[1:] > 0).all():
         raise ValueError(
             f"attention took no longer for more work; take larger problems. It took {y.tolist()} seconds for "
             f"{flops.tolist()} FLOPs"
         )
-    rates = {
-        "attention_flops": float(1 / x[1]),
-        "attention_backward_flops": float(1 / x[2]),
-        "kernel_seconds": float(x[0]),
-        "edge_pairs": float(grid[best]),
-    }
+    names = ("kernel_seconds", "attention_flops", "attention_backward_flops", "edge_pairs")
+    rates = dict(zip(names, (float(x[0]), float(1 / x[1]), float(1 / x[2]), float(grid[best])), strict=True))
     samples = tuple(
         Sample(f"attention {'backward' if call.backward else 'forward'}", call.what, measured, model)
         for call, measured, model in zip(calls, y.tolist(), fitted.tolist(), strict=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable
+import functools
 
 import torch
 import torch.distributed as dist
@@ -30,22 +29,21 @@ def measure_links(
     `host_size` is all ranks if there is one level; a rank receives `largest` bytes in the largest collective.
     """
     # Outermost first: this level sets the wire factors. All groups of a level measure at the same time.
-    levels: list[tuple[str, int | None, list[int]]] = []
-    if host_size == ranks.size:
-        levels.append(("link", None, ranks.members))
-    else:
+    levels: list[tuple[str, int | None, list[int]]] = [("link", None, ranks.members)]
+    if host_size < ranks.size:
         place = ranks.rank % host_size
         first = ranks.rank - place
-        levels.append(("link between hosts", None, ranks.members[place::host_size]))
-        levels.append(("link inside a host", host_size, ranks.members[first : first + host_size]))
+        levels = [
+            ("link between hosts", None, ranks.members[place::host_size]),
+            ("link inside a host", host_size, ranks.members[first : first + host_size]),
+        ]
     links: list[Link] = []
     wire: dict[str, float] | None = None
     samples: list[Sample] = []
     for figure, joined, members in levels:
-        group = ranks.group if len(levels) == 1 else dist.new_group(members, use_local_synchronization=True)
+        group = dist.new_group(members, use_local_synchronization=True)
         measured = _sweep(ranks, group, largest, repeats)
-        if group is not ranks.group:
-            dist.destroy_process_group(group)
+        dist.destroy_process_group(group)
         link, wire, fitted = fit_link(measured, wire)
         links.insert(0, dataclasses.replace(link, ranks=joined))
         samples += [
@@ -59,35 +57,26 @@ def measure_links(
 def _sweep(ranks: Ranks, group: dist.ProcessGroup, largest: int, repeats: int) -> list[tuple[str, float, float]]:
     """``(collective, bytes that each rank has to receive, seconds)``; the same on all ranks."""
     size, name = group.size(), _torch.group_name(group)
-    calls: list[tuple[str, float, Callable[[], torch.Tensor]]] = []
+    starts = {
+        "all_gather": lambda x: _torch.start_all_gather(x[: len(x) // size], size, name),
+        "reduce_scatter": lambda x: _torch.start_reduce_scatter(x, size, name),
+        "all_to_all": lambda x: _torch.start_all_to_all(x, [len(x) // size] * size, [len(x) // size] * size, name),
+    }
+
+    def timed(collective: str, x: torch.Tensor) -> tuple[float]:
+        return ranks.timed(lambda: _torch.wait(starts[collective](x)))[:1]
+
+    calls = []
     for collective in COLLECTIVES:
         grown = []
         num_bytes, slowest = SMALLEST, 0.0
         while num_bytes <= largest and slowest < _LONG:
             rows = -(-num_bytes // (4 * (size - 1)))  # float32 numbers between each pair of ranks
-            call = _collective(collective, rows, size, name, ranks.device)
+            call = functools.partial(timed, collective, torch.ones(rows * size, device=ranks.device))
             grown.append((collective, 4.0 * rows * (size - 1), call))
             # The better of two: the first call may have to connect the ranks.
-            slowest = ranks.over_ranks([min(ranks.timed(call)[0], ranks.timed(call)[0])])[0]
+            slowest = ranks.over_ranks([min(*call(), *call())])[0]
             num_bytes *= 4
         calls += [grown[0], *grown[1:][-_SIZES:]]
-    # Round after round, so that a moment's disturbance does not hit a single size.
-    rounds = []
-    for _ in range(repeats):
-        times = []
-        for _, _, call in calls:
-            ranks.barrier()
-            times.append(ranks.timed(call)[0])
-        rounds.append(ranks.over_ranks(times))
-    medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    medians = ranks.medians([call for _, _, call in calls], repeats)
     return [(collective, num_bytes, s) for (collective, num_bytes, _), s in zip(calls, medians, strict=True)]
-
-
-def _collective(collective: str, rows: int, size: int, name: str, device: torch.device) -> Callable[[], torch.Tensor]:
-    """A call that starts the collective and waits for it."""
-    x = torch.ones(rows if collective == "all_gather" else rows * size, device=device)
-    if collective == "all_gather":
-        return lambda: _torch.wait(_torch.start_all_gather(x, size, name))
-    if collective == "reduce_scatter":
-        return lambda: _torch.wait(_torch.start_reduce_scatter(x, size, name))
-    return lambda: _torch.wait(_torch.start_all_to_all(x, [rows] * size, [rows] * size, name))

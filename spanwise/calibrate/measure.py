@@ -60,7 +60,7 @@ def measure(
     """Measure this machine and the links of a process group. A collective call.
 
     Args:
-        mesh: 1-D mesh of the ranks that will work together, at least two: one rank alone has no link to measure.
+        mesh: 1-D mesh of the ranks that will work together, at least two.
         device: where the ranks compute; one accelerator each.
         kernel, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype: the attention to predict.
         host_size: ranks of a host, where host names do not tell them apart; consecutive ranks share one. 1 and the
@@ -71,9 +71,6 @@ def measure(
             takes an eighth of a second.
         repeats: timed calls of each kind, after one that is not timed.
         name: of the hardware; default: processor or accelerator, and number of ranks.
-
-    Returns:
-        The same figures on every rank.
 
     Raises:
         ValueError: fewer than two ranks, hosts of different sizes or scattered over the ranks, bad numbers, options
@@ -92,10 +89,7 @@ def measure(
     hosts = ranks.host_size(host_size)
     chosen = resolve(kernel, ranks.device)
     heads = (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
-    matmul, copy = matmul_rate(ranks, dtype, repeats), copy_rate(ranks, repeats)
-    calls, seconds = time_attention(ranks, chosen, heads, dtype, problems, repeats)
-    matmul, copy, memory = ranks.over_ranks([matmul, copy, _memory(ranks, hosts)], largest=False)
-    rates, attention = fit_attention(calls, seconds)
+    rates, attention = fit_attention(*time_attention(ranks, chosen, heads, dtype, problems, repeats))
     links, wire, collectives = measure_links(ranks, hosts, largest, repeats)
     source = (
         f"measured by spanwise calibrate, torch {torch.__version__}, {ranks.size} ranks of "
@@ -105,9 +99,9 @@ def measure(
     hardware = Hardware(
         name=name or f"{_device_name(ranks.device)}, {ranks.size} ranks",
         **rates,
-        matmul_flops=matmul,
-        memory_bandwidth=copy,
-        memory=int(memory),
+        matmul_flops=matmul_rate(ranks, dtype, repeats),
+        memory_bandwidth=copy_rate(ranks, repeats),
+        memory=-int(ranks.over_ranks([-_memory(ranks, hosts)])[0]),
         links=links,
         wire=wire,
         source=source,

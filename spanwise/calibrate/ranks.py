@@ -20,12 +20,9 @@ class Ranks:
     """The ranks that measure together, and the clock of this one."""
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
-        if mesh is None or mesh.size() < 2:
-            raise ValueError(
-                f"calibration measures links, and a link needs two ranks; got {'no mesh' if mesh is None else '1 rank'}"
-            )
-        if mesh.ndim != 1:
-            raise ValueError(f"calibration needs a 1-D mesh, got one of shape {tuple(mesh.shape)}")
+        if mesh is None or mesh.ndim != 1 or mesh.size() < 2:
+            given = "no mesh" if mesh is None else f"one of shape {tuple(mesh.shape)}"
+            raise ValueError(f"calibration measures links, and a link needs two ranks on a 1-D mesh; got {given}")
         self.group = mesh.get_group()
         self.members = dist.get_process_group_ranks(self.group)
         self.size = len(self.members)
@@ -35,34 +32,34 @@ class Ranks:
         self.device = device
         self._where = _torch.comparison_device(self.group)
 
-    def over_ranks(self, values: Sequence[float], *, largest: bool = True) -> list[float]:
-        """The largest of each value over the ranks, or the smallest: those of the slowest rank."""
-        sign = 1.0 if largest else -1.0
-        x = torch.tensor([sign * v for v in values], dtype=torch.float64, device=self._where)
-        x = _torch.wait(_torch.start_all_reduce(x, "max", _torch.group_name(self.group)))
-        return (sign * x).tolist()
-
-    def barrier(self) -> None:
-        """Return when all ranks have called this."""
-        self.over_ranks([0.0])
+    def over_ranks(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over the ranks."""
+        x = torch.tensor(values, dtype=torch.float64, device=self._where)
+        return _torch.wait(_torch.start_all_reduce(x, "max", _torch.group_name(self.group))).tolist()
 
     def timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """Seconds until the device has finished `call`, and its result."""
-        self._synchronize()
+        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda _: None
+        synchronize(self.device)
         begin = time.perf_counter()
         result = call()
-        self._synchronize()
+        synchronize(self.device)
         return time.perf_counter() - begin, result
 
-    def median(self, call: Callable[[], Any], repeats: int) -> float:
-        """Seconds of the median call after a warm-up; all ranks begin together."""
-        self.barrier()
-        call()
-        return statistics.median(self.timed(call)[0] for _ in range(repeats))
+    def medians(self, calls: Sequence[Callable[[], Sequence[float]]], rounds: int) -> list[float]:
+        """The median over `rounds`, after one that warms up, of the times that each call returns, on the slowest rank.
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        All ranks begin a call together. All are timed round after round, so that a moment's disturbance does not hit a
+        single one.
+        """
+        found = []
+        for _ in range(rounds + 1):
+            times: list[float] = []
+            for call in calls:
+                self.over_ranks([0.0])
+                times += call()
+            found.append(self.over_ranks(times))
+        return [statistics.median(column) for column in zip(*found[1:], strict=True)]
 
     def host_size(self, given: int | None) -> int:
         """Ranks of a host: `given`, else by host names; all ranks if there is one host."""

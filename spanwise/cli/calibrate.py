@@ -83,7 +83,10 @@ def show(result: Calibration) -> None:
         rows.append((figure, f"{link.bandwidth / 1e6:,.1f} MB/s a rank, {seconds(link.latency)}"))
     rows += [(f"{collective} on the wire", f"{factor:.2f} × its bytes") for collective, factor in hardware.wire]
     columns = ("figure", "measured", "error of the fit, mean and largest")
-    shown = [(*row, _fit([abs(sample.error) for sample in result.samples if sample.figure == row[0]])) for row in rows]
+    shown = [
+        (*row, _fit([abs(sample.fitted / sample.seconds - 1) for sample in result.samples if sample.figure == row[0]]))
+        for row in rows
+    ]
     print(Table(f"{hardware.name}, measured in {result.seconds:.1f} s", columns, shown))
 
 
