@@ -4,8 +4,7 @@
 
 Variants take turns. Seconds are the least of the rounds; ratios are to all logits in the same round, the median of the
 rounds. The floor is the three products that any way needs, at the rate of one such product in the same run.
-"kept gradients" computes gradients in the forward and scales them in the backward, as Liger-Kernel does: one product
-less, but only for a sum of all tokens. Memory is the growth of the resident set in a process of its own.
+Memory is the growth of the resident set in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ import torch.nn.functional as F
 
 import spanwise
 
-ALL, KEPT = "all logits", "kept gradients"
-LOGITS = [1 << n for n in (21, 22, 23, 24, 25)]  # of a chunk
-DEFAULT = 1 << 24
+ALL = "all logits"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -43,43 +40,8 @@ def all_logits(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor)
     return F.cross_entropy(F.linear(hidden, weight), labels)
 
 
-def chunked(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk: int) -> torch.Tensor:
-    return spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, chunk=chunk)
-
-
-class KeptGradients(torch.autograd.Function):
-    """The mean, with gradients computed in the forward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        total = hidden.new_zeros(())
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            z = hidden[part] @ weight.t()
-            label = labels[part].unsqueeze(1)
-            z.sub_(z.amax(-1, keepdim=True))
-            picked = z.gather(1, label)
-            sums = z.exp_().sum(-1, keepdim=True)
-            total += (sums.log() - picked).sum()
-            z.div_(sums).scatter_add_(1, label, z.new_full(label.shape, -1.0)).div_(len(hidden))
-            grad_hidden[part] = z @ weight
-            grad_weight.addmm_(z.t(), hidden[part])
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return total / len(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, grad_weight * grad, None, None
-
-
-def variants(vocab: int) -> dict[str, Callable[..., torch.Tensor]]:
-    found: dict[str, Callable[..., torch.Tensor]] = {
-        ALL: all_logits,
-        KEPT: lambda h, w, y: KeptGradients.apply(h, w, y, DEFAULT // vocab),
-    }
-    return found | {f"chunks of {n} logits": partial(chunked, chunk=n // vocab) for n in LOGITS}
+def variants() -> dict[str, Callable[..., torch.Tensor]]:
+    return {ALL: all_logits, "chunks": partial(spanwise.linear_cross_entropy, loss_mesh=None)}
 
 
 def step(loss: Callable[..., torch.Tensor], given: Inputs) -> None:
@@ -94,9 +56,9 @@ def seconds(fn: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def measure_time(given: Inputs, vocab: int, rounds: int) -> tuple[dict[str, list[float]], float]:
+def measure_time(given: Inputs, rounds: int) -> tuple[dict[str, list[float]], float]:
     """Seconds of each variant in each round, and of one product, the least of the rounds."""
-    steps = {name: partial(step, loss, given) for name, loss in variants(vocab).items()}
+    steps = {name: partial(step, loss, given) for name, loss in variants().items()}
     hidden, weight = (x.detach() for x in given[:2])
     product: list[float] = []
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -115,7 +77,7 @@ def resident(key: str) -> int:
 
 
 def peak_bytes(name: str, shape: tuple[int, int, int]) -> int:
-    given, loss = inputs(*shape), variants(shape[1])[name]
+    given, loss = inputs(*shape), variants()[name]
     few = inputs(8, 16, 8)
     step(all_logits, few)  # what torch allocates once
     before = resident("VmRSS")
@@ -142,10 +104,10 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     shape = (given.tokens, given.vocab, given.dim)
     peaks = {}
-    for name in variants(given.vocab):
+    for name in variants():
         peaks[name] = in_a_process(name, shape)
         print(f"{name:28} {peaks[name] / 2**20:7.0f} MiB", flush=True)
-    times, product = measure_time(inputs(*shape), given.vocab, given.rounds)
+    times, product = measure_time(inputs(*shape), given.rounds)
     rows = [
         {"name": name, "seconds": round(min(found), 3),
          "ratio": round(statistics.median(a / b for a, b in zip(found, times[ALL], strict=True)), 3),

@@ -1,11 +1,11 @@
-"""Layers with a state beside transformers' torch code on one device, and the maps that travel in layouts of 8 ranks.
+"""Layers with a state beside transformers' torch code on one device.
 
     python benchmarks/recurrence.py --out benchmarks/results/recurrence-cpu.json
 
 Forward and backward in float32 of one document. Variants take turns; CPU seconds are the least of the rounds, ratios
 the median of the rounds. The floor of a scan is its products token by token, three times for the backward, at the
 rate of a large product of matrices in the same run; that of the convolution is the bytes that it must read and write,
-at the rate of a copy. Maps are counted by planning, and are those of Qwen3-Next: 32 heads of 128 x 128.
+at the rate of a copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional
 from transformers.models.mamba import modeling_mamba
@@ -30,12 +29,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import spanwise
 from spanwise import recurrence
 from spanwise.integrations.transformers import mixers
-from spanwise.planning import recurrent
 
 HEADS, DIM, WIDTH = 8, 64, 4
 CHANNELS, STATES = 1024, 16  # of Mamba, with 1 / 16 of the tokens: transformers' backward takes their square
-LAYOUTS = ("contiguous", "local", "head_tail")
-QWEN3_NEXT = spanwise.Recurrence(layers=36, heads=32, key_dim=128, value_dim=128, hidden_size=2048)
 
 
 class Layer(NamedTuple):
@@ -135,32 +131,9 @@ def timed(name: str, layer: Layer, rounds: int) -> dict[str, Any]:
     return row
 
 
-def maps(documents: str, mask: spanwise.SpanMask, ranks: int, balancer: str) -> dict[str, Any]:
-    plan = spanwise.make_plan(
-        mask, ranks, balancer=balancer, exchange="needed", recurrences={"gdn": QWEN3_NEXT}
-    ).replace(relayout=False)  # fmt: skip
-    found = recurrent.costs(plan)["gdn"]
-    row = {
-        "documents": documents, "balancer": balancer, "runs": found.runs, "maps": found.maps,
-        "recv_bytes": int(found.recv_bytes.max()), "work_imbalance": round(plan.imbalance(), 3),
-    }  # fmt: skip
-    print(row, flush=True)
-    return row
-
-
-def masks(tokens: int) -> dict[str, spanwise.SpanMask]:
-    rng = np.random.default_rng(0)
-    ends = np.cumsum(np.maximum(rng.lognormal(np.log(16384), 1.2, 1024).astype(np.int64), 1))
-    cuts = [0, *ends[ends < tokens].tolist(), tokens]
-    return {
-        "one": spanwise.SpanMask.documents([0, tokens]),
-        f"{len(cuts) - 1}, median 16k": spanwise.SpanMask.documents(cuts),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("tokens", 4096), ("rounds", 7), ("threads", 1), ("planned", 1 << 20), ("ranks", 8)):
+    for name, value in (("tokens", 4096), ("rounds", 7), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -171,12 +144,6 @@ def main() -> None:
         "tokens": given.tokens, "heads": HEADS, "dim": DIM, "width": WIDTH, "channels": CHANNELS,
         "states": STATES, "rounds": given.rounds, "dtype": "float32",
         "rows": [timed(name, layer, given.rounds) for name, layer in every.items()],
-        "planned_tokens": given.planned, "ranks": given.ranks, "map_bytes": QWEN3_NEXT.map_bytes,
-        "maps": [
-            maps(name, mask, given.ranks, balancer)
-            for name, mask in masks(given.planned).items()
-            for balancer in LAYOUTS
-        ],
     }  # fmt: skip
     if given.out:
         given.out.write_text(json.dumps(result, indent=2) + "\n")

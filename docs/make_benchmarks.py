@@ -268,7 +268,6 @@ def linear_loss() -> str:
         [row["name"], f"{row['seconds']:.2f}", f"{row['ratio']:.2f}",
          f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['memory_ratio']:.2f}"]
         for row in rows
-        if "chunks" not in row["name"] or str(1 << 24) in row["name"]
     ]  # fmt: skip
     return table(["variant", "seconds", "to all logits", "MiB", "to all logits"], body)
 
@@ -282,20 +281,9 @@ def linear_loss_shape() -> str:
     )
 
 
-def global_batch() -> str:
-    """Means over the batches of two ranks, in seconds."""
-    batches = [batch["ways"] for batch in load("global-batch-cpu")["measured"] if batch["ranks"] == 2]
-    body = []
-    for way in batches[0]:
-        same = [pick(ways, name=way["name"]) for ways in batches]
-        seconds = [sum(one[key] for one in same) / len(same) for key in ("seconds", "measured")]
-        body.append([way["name"], *(f"{one:.2f}" for one in seconds)])
-    return table(["two ranks", "predicted", "measured"], body)
-
-
 def grids() -> str:
     body = []
-    rows = load("global-batch-cpu")["predicted"]
+    rows = load("global-batch")["predicted"]
     for median, sigma in distinct(rows, "median", "sigma"):
         batches = [row["ways"] for row in rows if row["median"] == median]
         for way in batches[0]:
@@ -361,7 +349,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "overlap link": overlap_link,
     "zoo": zoo,
     "pieces over a link": lambda: overlap_link("overlap-link-split-cpu"),
-    "global batch": global_batch,
     "grids": grids,
     "packed": packed,
     "memory": memory,

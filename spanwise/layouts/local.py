@@ -33,7 +33,7 @@ _THRESHOLD, _THRESHOLD_AFTER_COARSE, _FINAL_THRESHOLD = 4.0, 1.0, 0.02
 _PENALTY, _FINE_PENALTY = 0.5, 1.0
 _COARSE_SHARE, _COARSE_SLACK = 0.5, 1.005  # share of the budget; bound of the coarse search over the bound
 _BOUND, _BLOCKS_FOR_BOUND, _FEW_BLOCKS_BOUND = 1.02, 32, 1.03
-# Ranks. Predicted step of the search over that of `by_document`, ten families of masks (benchmarks/layout_search.py):
+# Ranks. Predicted step of the search over that of `by_document`, ten families of masks:
 # 64 ranks 1.0 to 1.6, 128 ranks 1.0 to 2.4.
 MOST_SEARCHED = 32
 _QUALITIES = {"best": 1.0, "fast": 0.25}

@@ -17,7 +17,6 @@ sys.path.insert(0, str(DOCS))
 
 import draw_gallery  # noqa: E402
 import make_benchmarks  # noqa: E402
-import make_faults  # noqa: E402
 import make_gpu  # noqa: E402
 import make_models  # noqa: E402
 import make_versions  # noqa: E402
@@ -72,11 +71,6 @@ def test_gallery_is_what_the_script_draws(tmp_path: Path) -> None:
 def test_benchmarks_are_what_the_script_writes() -> None:
     page = (DOCS / "benchmarks.md").read_text()
     assert make_benchmarks.page(page) == page
-
-
-def test_faults_are_what_the_script_writes() -> None:
-    page = (DOCS / "guides" / "faults.md").read_text()
-    assert make_faults.page(page) == page
 
 
 def test_versions_are_what_the_script_writes() -> None:

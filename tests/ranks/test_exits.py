@@ -1,4 +1,4 @@
-"""A collective ends only when gloo's thread has let go of its tensors; `benchmarks/exits.py` counts the aborts."""
+"""A collective ends only when gloo's thread has let go of its tensors."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spanwise.attention.kernels.merge import lse_dtype
 
-# Scores of all heads up to which this is faster than the loop, forward and backward; benchmarks/small_steps.py.
+# Scores of all heads up to which this is faster than the loop, forward and backward.
 _MOST_SCORES = 1 << 18
 _MOST_QUERIES = 64  # of a block; 48 to 96 are as fast, all 237 queries of a small step at once are 1.25 times slower
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
