@@ -32,6 +32,7 @@ FORMS = {
     "list.json": "[3, 0, 5]",
     "key.json": '{"name": "run 7", "lengths": [3, 0, 5]}',
     "offsets.json": '{"cu_seqlens": [0, 3, 3, 8], "ids": [1, 2, 3]}',
+    "named.json": '{"offsets": [0, 3, 3, 8], "ids": [1, 2, 3]}',
     "any.json": '{"seq": [3, 0, 5.0]}',
     "lines.csv": "3\n0\n\n5\n",
     "lines.txt": "3\r\n0\r\n5",

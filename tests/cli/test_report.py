@@ -203,7 +203,10 @@ def test_page_and_text_show_what_others_wrote() -> None:
         assert HOSTILE + what in html.unescape(text) and HOSTILE + what in report.text().replace("\\'", "'")
     assert "my [/cluster] [red]" in report.text()
     drawing = Drawing(HOSTILE.strip(), "title", "description", 10, 10)
-    assert ET.fromstring(str(drawing))[0].get("id") == f"{HOSTILE.strip()}-title"
+    drawing.text(0, 0, HOSTILE)
+    drawing.rect(0, 0, 1, 1, "bar", HOSTILE)
+    title, _, text, rect = ET.fromstring(str(drawing))
+    assert (title.get("id"), text.text, rect[0].text) == (f"{HOSTILE.strip()}-title", HOSTILE, HOSTILE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 100])
