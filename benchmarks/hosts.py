@@ -1,5 +1,7 @@
 """Hosts for benchmarks over a slow network: network namespaces with one or several processes each (Linux, root).
 
+`run` gives a task to all ranks of `Hosts`; `serve` is the other end, in a rank's process.
+
 Two hosts share one veth pair, more of them a bridge in a namespace of its own. A token bucket (``tc tbf``, tc-tbf(8))
 at both ends of each veth limits what a host sends and what it receives to the same rate. Processes of one host reach
 one another over its loopback, which nothing limits.
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
+import platform
 import selectors
 import shutil
 import signal
@@ -25,6 +29,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 INTERFACE = "eth0"
 # tbf lets this much through at once after a pause. A packet before segmentation is up to 64 KiB; more than that would
@@ -44,17 +51,87 @@ def missing() -> str | None:
     return None
 
 
+def machine() -> dict[str, Any]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+def run(hosts: Hosts, task: dict[str, Any], timeout: float = 1800.0) -> list[dict[str, Any]]:
+    """One task on every rank; the answer of each."""
+    num_ranks = hosts.num_hosts * hosts.per_host
+    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    outs = [str(hosts.folder / f"rank-{rank}.pt") for rank in range(num_ranks)]
+    store = str(hosts.folder / "store")
+    about = {"num_ranks": num_ranks, "per_host": hosts.per_host, "store": store, "threads": threads}
+    hosts.run([{**about, **task, "rank": rank, "out": out} for rank, out in enumerate(outs)], timeout)
+    return [torch.load(out, weights_only=True) for out in outs]
+
+
+def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """A rank's process: answer the tasks of `run`, in a gloo group of all ranks."""
+    say("ready")
+    for line in sys.stdin:
+        job = json.loads(line)
+        torch.set_num_threads(job["threads"])
+        if not dist.is_initialized():
+            store = dist.FileStore(job["store"], job["num_ranks"])
+            dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["num_ranks"])
+        torch.save(answer(job), job["out"])
+        say("done")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def say(event: str, **more: str) -> None:
+    print(json.dumps({"event": event, **more}), flush=True)
+
+
+def timed(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Begin and end of every call, `repeats` rounds over all of them, from a common start.
+
+    Times are readings of the monotonic clock, which all processes of one machine share.
+    """
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    names = list(calls)
+    gc.collect()
+    gc.disable()
+    for repeat in range(repeats):
+        turn = repeat % max(len(names), 1)
+        for name in names[turn:] + names[:turn]:
+            dist.barrier()
+            begin = time.monotonic()
+            calls[name]()
+            times[name].append((begin, time.monotonic()))
+        gc.collect()
+    gc.enable()
+    return times
+
+
+def spans(times: list[dict[str, list[tuple[float, float]]]]) -> dict[str, list[float]]:
+    """Seconds of each repeat of each call, from the first rank's begin to the last one's end."""
+    return {
+        name: [
+            max(end for _, end in repeat) - min(begin for begin, _ in repeat)
+            for repeat in zip(*(rank[name] for rank in times), strict=True)
+        ]
+        for name in times[0]
+    }
+
+
 class Hosts:
     """Processes on hosts that are joined by a slow network; a context manager. Their order is host by host.
 
-    Each runs ``command``, prints ``{"event": "ready"}`` and then answers jobs: one line of JSON on its standard input,
-    answered by any number of ``{"event": "progress", "text": …}`` and one ``{"event": "done"}``.
+    Each runs `serve`: it prints ``{"event": "ready"}``, and ``{"event": "done"}`` for each job, a line of JSON.
 
     Args:
         num_hosts: 2 or more.
         rate: bits/s that each host sends, and receives.
-        command: what each process runs.
-        environment: variables for these processes alone.
+        script: of this folder, which each process runs.
         per_host: processes of a host.
 
     Attributes:
@@ -63,14 +140,13 @@ class Hosts:
 
     folder: Path
 
-    def __init__(
-        self, num_hosts: int, rate: float, command: Sequence[str], environment: dict[str, str], per_host: int = 1
-    ) -> None:
+    def __init__(self, num_hosts: int, rate: float, script: str, per_host: int = 1) -> None:
         self.num_hosts = num_hosts
         self.per_host = per_host
         self.rate = rate
-        self._command = list(command)
-        self._environment = {**os.environ, **environment}
+        self._command = [sys.executable, str(Path(__file__).with_name(script))]
+        path = os.pathsep.join(filter(None, sys.path))  # so that the hosts import the same spanwise
+        self._environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": path}
         self._exit = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[str]] = []
         self._buckets: list[tuple[int, str]] = []
@@ -87,16 +163,14 @@ class Hosts:
                 beside = None if first == process else self._processes[first].pid
                 self._processes.append(self._start(stack, self._command, log, beside))
             self._wire(stack)
-            self._collect("ready", 120.0, None)
+            self._collect("ready", 120.0)
             self._exit = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._exit.close()
 
-    def run(
-        self, jobs: Sequence[dict[str, Any]], timeout: float, progress: Callable[[str], None] | None = None
-    ) -> None:
+    def run(self, jobs: Sequence[dict[str, Any]], timeout: float) -> None:
         """Give every process its job and wait until all have done it.
 
         Raises:
@@ -107,7 +181,7 @@ class Hosts:
             assert process.stdin is not None
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
-        self._collect("done", timeout, progress)
+        self._collect("done", timeout)
 
     def set_rate(self, rate: float) -> None:
         """Change the rate of all links, bits/s."""
@@ -159,7 +233,7 @@ class Hosts:
             "rate", f"{self.rate:.0f}bit", "burst", f"{_BURST_KIB}kb", "latency", f"{_QUEUE_MS}ms",
         )  # fmt: skip
 
-    def _collect(self, event: str, timeout: float, progress: Callable[[str], None] | None) -> None:
+    def _collect(self, event: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             for i, process in enumerate(self._processes):
@@ -179,8 +253,6 @@ class Hosts:
                     for message in map(json.loads, lines):
                         if message["event"] == event:
                             selector.unregister(key.fd)
-                        elif progress is not None:
-                            progress(message["text"])
 
     def _obituary(self, lost: int) -> str:
         code = self._processes[lost].wait(10)

@@ -23,7 +23,6 @@ compared with those of the unscheduled step.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import statistics
 import sys
@@ -31,11 +30,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts, missing
-from slow_link import machine, run, write
+from hosts import Hosts, machine, missing, run, spans
 
-NUM_HOSTS = 2
-INTERFACE = "eth0"
+from benchmarks.publish import publish
 
 
 def main() -> None:
@@ -63,12 +60,10 @@ def main() -> None:
     model = {"layers": args.layers, "dim": args.dim, "ffn": 4 * args.dim, "tokens": args.tokens}
     result: dict[str, Any] = {"machine": machine(), "model": model, "rows": []}
     print(f"{result['machine']}\n{model}")
-    command = [sys.executable, str(Path(__file__).with_name("overlap_link_rank.py"))]
-    environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ways = ["unscheduled", "PyTorch", "spanwise", *(["Inductor", "spanwise, Inductor"] if args.inductor else [])]
     ways += ["spanwise, split"] if args.split else []
     rate = args.rate * 1e6
-    with Hosts(NUM_HOSTS, rate, command, environment) as hosts:
+    with Hosts(2, rate, "overlap_link_rank.py") as hosts:
         task = {"model": model, "split": args.split}
         first = run(hosts, {**task, "rate": rate, "ways": [], "repeats": 0})[0]["costs"]
         for share in args.shares:
@@ -81,20 +76,15 @@ def main() -> None:
             for row in rows(answers):
                 result["rows"].append({"rate": hosts.rate, "share": share, **costs, **row})
                 print(show(row), flush=True)
-    write(result, args.out)
+    publish(result, args.out)
 
 
 def rows(answers: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """One for each way; milliseconds from the first start to the last end."""
-    spans = {
-        way: [
-            1e3 * (max(end for _, end in turn) - min(begin for begin, _ in turn))
-            for turn in zip(*(answer["times"][way] for answer in answers), strict=True)
-        ]
-        for way in answers[0]["times"]
-    }
-    unscheduled = statistics.median(spans["unscheduled"])
-    for way, taken in spans.items():
+    taken_by = spans([answer["times"] for answer in answers])
+    unscheduled = 1e3 * statistics.median(taken_by["unscheduled"])
+    for way, seconds in taken_by.items():
+        taken = [1e3 * one for one in seconds]
         yield {
             "way": way,
             "predicted": max((a["predicted"][way] for a in answers if way in a["predicted"]), default=None),

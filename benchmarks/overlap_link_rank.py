@@ -1,23 +1,17 @@
-"""One rank of `overlap_link.py`: a model with sharded parameters or activations, compiled in several ways, on its host.
-
-Reads jobs as JSON, one a line, from standard input and writes what it measured to the file that the job names. Times
-are readings of the monotonic clock, which all processes of one machine share.
-"""
+"""One rank of `overlap_link.py`: a model with sharded parameters or activations, compiled in several ways."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+from hosts import serve, timed
 from overlap_peers import torch_on_h100
-from slow_link_rank import say, say_once, timed
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -40,20 +34,6 @@ GraphPass = Callable[[fx.GraphModule], fx.GraphModule]
 Step = Callable[[], list[torch.Tensor]]
 
 
-def main() -> None:
-    say("ready")
-    for line in sys.stdin:
-        job = json.loads(line)
-        torch.set_num_threads(job["threads"])
-        if not dist.is_initialized():
-            store = dist.FileStore(job["store"], job["num_ranks"])
-            dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["num_ranks"])
-        torch.save(answer(job), job["out"])
-        say("done")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def answer(job: dict[str, Any]) -> dict[str, Any]:
     """Costs of the step, and of each way what was predicted, measured and computed."""
     torch.compiler.reset()
@@ -68,14 +48,12 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         graphs = list(recorder.graphs.values())
         pieces = [piece for gm in graphs for piece in cut_graphs(gm, PIECES)]
         cost = measure(*graphs, *pieces, fallback=fitted(graphs, cost, job["rate"]), repeats=5, fuse=False)
-        say_once(job["rank"], f"measured {len(cost.table)} operators, those of pieces among them")
     dags = [to_dag(gm, cost).dag for gm in recorder.graphs.values()]
     found: dict[str, Any] = {
         "compute": sum(dag.compute_ms for dag in dags),
         "communication": sum(float(dag.ms[dag.kinds == Kind.START].sum()) for dag in dags),
         "bound": sum(lower_bounds(dag).makespan for dag in dags),
     }
-    say_once(job["rank"], f"costs: {found}")
     predicted = {"unscheduled": sum(simulate(dag).makespan for dag in dags)}
     for way in job["ways"]:
         if way == "PyTorch":
@@ -86,8 +64,6 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         elif way in ("spanwise", "spanwise, split"):
             steps[way], outputs[way], results = ours(model, x, "aot_eager", cost, split=way != "spanwise")
             predicted[way] = sum(result.timeline.makespan for result in results)
-            for result in results if split else ():
-                say_once(job["rank"], cut_text(result))
         elif way == "Inductor":
             steps[way] = step_of(model, x, "inductor")
             outputs[way] = steps[way]()
@@ -97,8 +73,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             steps[way], outputs[way], results = ours(model, x, "inductor", cost)
             predicted["Inductor"] = sum(result.before.makespan for result in results)
             predicted[way] = sum(result.timeline.makespan for result in results)
-        say_once(job["rank"], f"{way}: ran once")
-    times = timed({way: steps[way] for way in job["ways"]}, job["repeats"], job["rank"])
+    times = timed({way: steps[way] for way in job["ways"]}, job["repeats"])
     return {"costs": found, "predicted": predicted, "times": times, "outputs": outputs}
 
 
@@ -123,16 +98,6 @@ def fitted(graphs: list[fx.GraphModule], cost: Cost, rate: float) -> CostModel:
     fit = {"matmul_flops": 1e3 * flops[0] / flops[1], "memory_bandwidth": 1e3 * moved[0] / moved[1]}
     here = dataclasses.replace(CPU_HOST, **fit, links=(Link(rate / 8, CPU_HOST.links[-1].latency),))
     return CostModel(here, rates=VECTOR_UNITS, fuse=False)
-
-
-def cut_text(result: overlap.Result) -> str:
-    cut = result.split
-    if cut is None or not cut.is_cut:
-        return f"whole: {result.timeline.makespan:.0f} ms predicted"
-    return (
-        f"{dict(cut.collectives)} and {cut.products} products in {cut.pieces} pieces; "
-        f"{result.timeline.makespan:.0f} ms predicted, {cut.unsplit:.0f} without"
-    )
 
 
 class Feed(nn.Module):
@@ -257,4 +222,4 @@ def step_of(model: nn.Module, x: torch.Tensor, backend: Any) -> Callable[[], lis
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)

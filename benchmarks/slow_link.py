@@ -1,4 +1,4 @@
-"""Attention over a slow link: what sending only the needed K/V gains, and how much of its travel is hidden.
+"""Attention over a slow link: needed exchanges against an all-gather, a ring, Ulysses, and other packages.
 
     sudo python benchmarks/slow_link.py --calibrate --out benchmarks/results/slow-link-cpu.json
     sudo python benchmarks/slow_link.py --calibrate --exchanges --seeds 0 --repeats 3 --out …    # ring, Ulysses
@@ -6,20 +6,12 @@
     sudo python benchmarks/slow_link.py --peers SITE                # other packages beside it
 
 Hosts are network namespaces (`hosts.py`) of one process each. On one mask it times, in turns within one run, forward +
-backward of `context_parallel_attention` with K/V brought by all_gather and by the needed exchange in one piece and in
-several; the kernels alone, their K/V already there, on all hosts at once (T_compute); and each exchange alone
-(T_gather, T_needed). With `--exchanges` it compares needed, ring (one shard after the other, fetched again in the
-backward) and Ulysses, 8 query heads and 2 of K/V; and on two hosts of two processes Ulysses inside the hosts with
-needed or a ring between them. From the medians follow
-
-    reached   T(step, all_gather) / T(step, needed), and so for every other way against the first
-    possible  (1 + T_gather / T_compute) / (1 + T_needed / T_compute): nothing hidden by either
-    share     (reached - 1) / (possible - 1)
-    exposed   (T(step) - T_compute) / T(exchange), of each exchange
-    predicted `plan.predict()` over T(step), from figures that were calibrated on these hosts on other shapes
-
-Bytes are read from the interfaces' counters; the floor is the planned bytes of the busiest host over the rate, forward
-and backward. Outputs and gradients are compared with float64 attention on one device.
+backward of `context_parallel_attention` by each way to bring K/V, and its kernels alone, on all hosts at once, K/V
+already there. With `--exchanges` it compares needed, ring (one shard after the other, fetched again in the backward)
+and Ulysses, 8 query heads and 2 of K/V; and on two hosts of two processes Ulysses inside the hosts with needed or a
+ring between them. "reached" is the step of the first way over that of another; "step_ratio" is `plan.predict()` over
+the step, from figures that were calibrated on these hosts on other shapes. Outputs and gradients are compared with
+float64 attention on one device.
 """
 
 from __future__ import annotations
@@ -27,25 +19,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import os
-import platform
 import signal
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from hosts import INTERFACE, Hosts, missing
-from slow_link_cases import Scenario, Variant, reference
+from hosts import Hosts, machine, missing, run, spans
+from slow_link_cases import HEADS, RESULTS, Results, Scenario, Variant, make_plan, reference
 from slow_link_peers import INSTALL, PEERS
-from slow_link_rows import describe, peer_row, scenario_row, show, show_peer
 
+from benchmarks.publish import publish
 from spanwise.hardware import Hardware
 
-TIMEOUT = 1800.0
-# Seconds after which a package that has not answered is reported as such.
-PEER_TIMEOUT = 900.0
+PEER_TIMEOUT = 900.0  # seconds
+# Of the largest entry of each result: float32 sums over thousands of keys, as one device has them too.
+TOLERANCE = 2e-5
 
 
 def main() -> None:
@@ -54,78 +45,55 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s that each host sends, and receives")
     parser.add_argument("--seq-len", type=int, default=16_384)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of the document masks")
-    parser.add_argument("--pieces", type=int, nargs="+", default=[1, 4], help="in which the needed K/V arrive")
     parser.add_argument("--exchanges", action="store_true", help="ring, Ulysses and two levels beside needed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="2 hosts, 4,096 tokens, one seed, 3 repeats")
-    parser.add_argument("--hardware", type=Path, help="a file of spanwise calibrate, for predictions")
     parser.add_argument("--calibrate", action="store_true", help="measure the hardware on these hosts first")
     parser.add_argument("--peers", type=Path, metavar="SITE", help=f"folder with other packages, made by: {INSTALL}")
-    parser.add_argument("--peer-repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    lack = missing()
-    if lack:
+    if lack := missing():
         parser.exit(2, f"{parser.prog}: {lack}\n")
     if args.quick:
         args.hosts, args.seq_len, args.seeds, args.repeats = [2], 4096, [0], 3
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: the hosts are ended, folders removed
-
     references = functools.cache(reference)
     result: dict[str, Any] = {"machine": machine(), "hardware": [], "rows": [], "peers": []}
-    print(f"{result['machine']}\n{args.seq_len:,} tokens, hosts {args.hosts}, {args.rate:g} Mbit/s")
     for num_hosts, per_host in [*((n, 1) for n in args.hosts), *([(2, 2)] if args.exchanges else [])]:
-        todo = scenarios(num_hosts, per_host, args)
-        with start_hosts(num_hosts, args.rate * 1e6, per_host) as hosts:
-            hardware = None if args.hardware is None else Hardware.load(args.hardware)
+        with Hosts(num_hosts, args.rate * 1e6, "slow_link_rank.py", per_host) as hosts:
+            hardware = None
             if args.calibrate:
-                hardware = calibrate(hosts, todo[0].kv_heads)
-            if hardware is not None:
+                task = {"calibrate": True, "kv_heads": 2 if args.exchanges else HEADS}
+                hardware = Hardware.from_dict(run(hosts, task)[0]["hardware"])
                 result["hardware"].append(hardware.to_dict())
-            for scenario in todo:
-                variants = ways(scenario, args)
-                print(f"\n{describe(scenario)}")
-                expected = references(scenario.without_hosts())
+            for scenario in scenarios(num_hosts, per_host, args):
+                variants = variants_of(scenario, args)
                 ranks = run(hosts, job(scenario, variants, args.repeats, hardware))
+                expected = references(dataclasses.replace(scenario, num_hosts=1, per_host=1))
                 result["rows"].append(scenario_row(scenario, variants, ranks, expected, hardware))
-                show(result["rows"][-1])
-                write(result, args.out)
-    if args.peers is None:
-        print(f"\nother packages: not measured. To measure them:\n  {INSTALL}\nand pass --peers SITE")
-    else:
-        for scenario in peer_scenarios(args):
-            expected = reference(scenario)
-            for peer in PEERS:
-                print(f"\n{peer}, {describe(scenario)}")
-                row = {"scenario": dataclasses.asdict(scenario), "peer": peer}
-                # On hosts of its own: what it breaks goes with them.
-                try:
-                    with start_hosts(num_hosts := scenario.num_hosts, scenario.rate) as hosts:
-                        about = {"peer": peer, "site": str(args.peers), "memory": available_memory() // num_hosts}
-                        one = job(scenario, [Variant("needed", "needed", 1)], args.peer_repeats, None)
-                        row |= peer_row(run(hosts, one | about, PEER_TIMEOUT), expected)
-                except (RuntimeError, TimeoutError) as error:
-                    row["failed"] = str(error)
-                result["peers"].append(row)
-                show_peer(row)
-                write(result, args.out)
-    wrong = [describe(Scenario(**row["scenario"])) for row in result["rows"] if not row["correct"]]
+                publish(result, args.out)
+    for scenario in peer_scenarios(args) if args.peers else ():
+        for peer in PEERS:
+            result["peers"].append(peer_row(scenario, peer, args.peers))
+            publish(result, args.out)
+    wrong = [row["scenario"]["name"] for row in result["rows"] if not row["correct"]]
     if wrong:
         sys.exit(f"wrong results: {wrong}")
 
 
-def ways(scenario: Scenario, args: argparse.Namespace) -> list[Variant]:
+def variants_of(scenario: Scenario, args: argparse.Namespace) -> list[Variant]:
     """What a scenario compares, the first one with each of the others."""
-    needed = [Variant("needed" if n == 1 else f"needed, {n} pieces", "needed", n) for n in args.pieces]
     if not args.exchanges:
+        needed = [Variant("needed", "needed", 1), Variant("needed, 4 pieces", "needed", 4)]
         return [Variant("all_gather", "all_gather"), *needed]
     if scenario.per_host == 1:
-        return [needed[0], Variant("ring", "ring", keep_kv=False), Variant("ulysses", "ulysses")]
-    return [
-        needed[0],
-        Variant("ulysses, needed", "needed", 1, two_level=True),
-        Variant("ulysses, ring", "ring", keep_kv=False, two_level=True),
-    ]
+        others = [Variant("ring", "ring", keep_kv=False), Variant("ulysses", "ulysses")]
+    else:
+        others = [
+            Variant("ulysses, needed", "needed", 1, two_level=True),
+            Variant("ulysses, ring", "ring", keep_kv=False, two_level=True),
+        ]
+    return [Variant("needed", "needed", 1), *others]
 
 
 def scenarios(num_hosts: int, per_host: int, args: argparse.Namespace) -> list[Scenario]:
@@ -143,9 +111,7 @@ def scenarios(num_hosts: int, per_host: int, args: argparse.Namespace) -> list[S
     causal = Scenario("causal", "causal", args.seq_len // 2, num_hosts, rate, balancer="head_tail")
     if not args.exchanges:
         return documents if args.quick else [*documents, window, causal]
-    # The mask that needs the least of others' K/V, and the one that needs the most.
-    found = documents if args.quick or per_host > 1 else [*documents, causal]
-    return [dataclasses.replace(one, kv_heads=2, per_host=per_host) for one in found]
+    return [dataclasses.replace(one, kv_heads=2, per_host=per_host) for one in documents]
 
 
 def peer_scenarios(args: argparse.Namespace) -> list[Scenario]:
@@ -161,13 +127,6 @@ def peer_scenarios(args: argparse.Namespace) -> list[Scenario]:
     ]
 
 
-def start_hosts(num_hosts: int, rate: float, per_host: int = 1) -> Hosts:
-    command = [sys.executable, str(Path(__file__).with_name("slow_link_rank.py"))]
-    # As it is here, so that the hosts import the same spanwise.
-    environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return Hosts(num_hosts, rate, command, environment, per_host)
-
-
 def job(scenario: Scenario, variants: list[Variant], repeats: int, hardware: Hardware | None) -> dict[str, Any]:
     return {
         "scenario": dataclasses.asdict(scenario),
@@ -177,47 +136,86 @@ def job(scenario: Scenario, variants: list[Variant], repeats: int, hardware: Har
     }
 
 
-def calibrate(hosts: Hosts, kv_heads: int) -> Hardware:
-    """The hardware as these hosts measure it together, on shapes of calibration's own."""
-    print(f"\ncalibrating {hosts.num_hosts} hosts of {hosts.per_host} ranks")
-    hardware = Hardware.from_dict(run(hosts, {"calibrate": True, "kv_heads": kv_heads})[0]["hardware"])
-    print(f"  {hardware}")
-    return hardware
-
-
-def run(hosts: Hosts, task: dict[str, Any], timeout: float = TIMEOUT) -> list[dict[str, Any]]:
-    """One task on every host; what each rank measured."""
-    num_ranks = hosts.num_hosts * hosts.per_host
-    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    outs = [str(hosts.folder / f"rank-{rank}.pt") for rank in range(num_ranks)]
-    store = str(hosts.folder / "store")
-    about = {"num_ranks": num_ranks, "per_host": hosts.per_host, "store": store, "threads": threads}
-    jobs = [{**about, **task, "rank": rank, "out": out} for rank, out in enumerate(outs)]
-    hosts.run(jobs, timeout, lambda text: print(f"  {text}", flush=True))
-    return [torch.load(out, weights_only=True) for out in outs]
-
-
-def write(result: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def machine() -> dict[str, Any]:
+def scenario_row(
+    scenario: Scenario,
+    variants: list[Variant],
+    ranks: list[dict[str, Any]],
+    expected: Results,
+    hardware: Hardware | None,
+) -> dict[str, Any]:
+    """All variants of one scenario, of what each rank measured and the float64 results of the whole sequence."""
+    seconds = spans([rank["times"] for rank in ranks])
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    first, rows = f"step {variants[0].name}", []
+    for variant in variants:
+        plan, step = make_plan(scenario, variant, hardware), median[f"step {variant.name}"]
+        tokens = [plan.layout.indices(rank) for rank in range(plan.num_ranks)]
+        row = {
+            **dataclasses.asdict(variant),
+            "step_seconds": step,
+            "compute_seconds": median[f"compute {variant.name}"],
+            "reached": median[first] / step,
+            "relative_error": errors(tokens, [rank["outputs"][variant.name] for rank in ranks], expected),
+        }
+        if hardware is not None:
+            row["predicted"] = {**plan.predict(), "step_ratio": plan.predict()["total"] / step}
+        rows.append(row)
+        ratio = f", predicted / measured {row['predicted']['step_ratio']:.2f}" if hardware else ""
+        print(
+            f"{scenario.name}, {scenario.num_hosts} hosts of {scenario.per_host}, {variant.name}: step {step:.3f} s, "
+            f"compute {row['compute_seconds']:.3f} s, {row['reached']:.2f} times as fast{ratio}",
+            flush=True,
+        )
     return {
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
+        "scenario": dataclasses.asdict(scenario),
+        "threads": ranks[0]["threads"],
+        "documents": len(scenario.offsets()) - 1,
+        "variants": rows,
+        "seconds": seconds,
+        "correct": not any(wrong(row["relative_error"]) for row in rows),
     }
 
 
-def available_memory() -> int:
-    """Bytes that new processes can have without harm to others."""
+def peer_row(scenario: Scenario, peer: str, site: Path) -> dict[str, Any]:
+    """What another package's call takes, beside ours in the same run, on hosts of its own."""
+    row: dict[str, Any] = {"scenario": dataclasses.asdict(scenario), "peer": peer}
     with open("/proc/meminfo") as file:
-        kib = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    return int(0.85 * 1024 * kib)
+        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    about = {"peer": peer, "site": str(site), "memory": int(0.85 * free) // scenario.num_hosts}
+    try:
+        with Hosts(scenario.num_hosts, scenario.rate, "slow_link_rank.py") as hosts:
+            ranks = run(hosts, job(scenario, [Variant("needed", "needed", 1)], 3, None) | about, PEER_TIMEOUT)
+    except (RuntimeError, TimeoutError) as error:
+        row["failed"] = str(error)
+    else:
+        if "refused" in ranks[0]:
+            row["refused"] = ranks[0]["refused"]
+        else:
+            seconds = spans([rank["times"] for rank in ranks])
+            found = [rank["tokens"].numpy() for rank in ranks], [rank["outputs"] for rank in ranks]
+            error = errors(*found, reference(scenario))
+            ratio = statistics.median(seconds["peer"]) / statistics.median(seconds["needed"])
+            row |= {"ratio": ratio, "relative_error": error, "wrong": wrong(error), "seconds": seconds}
+    shown = {key: str(row[key])[-200:] for key in ("ratio", "wrong", "refused", "failed") if key in row}
+    print(f"{peer}, {scenario.name}, {scenario.num_hosts} hosts: {shown}", flush=True)
+    return row
+
+
+def errors(tokens: list[np.ndarray], shards: list[Results], expected: Results) -> dict[str, float]:
+    """Largest difference of each result over its largest entry; `tokens` are the positions of each rank's rows."""
+    return {
+        name: max(
+            float((shard[i].double() - expected[i][:, :, torch.from_numpy(at)]).abs().max())
+            for at, shard in zip(tokens, shards, strict=True)
+        )
+        / float(expected[i].abs().max())
+        for i, name in enumerate(RESULTS)
+    }
+
+
+def wrong(error: dict[str, float]) -> list[str]:
+    """Names of the results that are off; NaN is."""
+    return [name for name, value in error.items() if not value <= TOLERANCE]
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from plan import document_offsets
 import spanwise
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.costs import kv_token_bytes
-from spanwise.planning.heads import trades
 
 HEADS, HEAD_DIM = 8, 64
 RESULTS = ("out", "dq", "dk", "dv")
@@ -25,15 +23,10 @@ class Scenario:
     """One mask over one slow network.
 
     Attributes:
-        name: what the row is called.
         kind: "documents" (causal, lengths log-normal, median 1,024, sigma 1), "window" or "causal".
-        seq_len: tokens.
-        num_hosts: hosts.
         rate: bits/s of each link.
-        balancer: layout of all variants.
         seed: of documents and data.
         window: keys to the left, of kind "window".
-        kv_heads: of K and V.
         per_host: ranks of a host.
     """
 
@@ -51,10 +44,6 @@ class Scenario:
     @property
     def num_ranks(self) -> int:
         return self.num_hosts * self.per_host
-
-    def without_hosts(self) -> Scenario:
-        """The same attention on one device."""
-        return dataclasses.replace(self, num_hosts=1, per_host=1)
 
     def offsets(self) -> np.ndarray:
         """Document offsets ``[num_docs + 1]``; one document unless the mask has several."""
@@ -97,29 +86,6 @@ def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware | None) -
         num_q_heads=HEADS, num_kv_heads=scenario.kv_heads, head_dim=HEAD_DIM, dtype=torch.float32,
         stages=variant.stages, keep_kv=variant.keep_kv, hardware=hardware, cu_seqlens=scenario.offsets(),
     )  # fmt: skip
-
-
-def bytes_between(plan: spanwise.Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that each rank gets from each other one, forward and backward, float32: ``[receivers, senders]`` each."""
-    ranks, inner = np.arange(plan.num_ranks), plan.inner
-    tokens = plan.route().padded.sum(axis=0)
-    exchanged = np.kron(tokens, np.eye(inner, dtype=np.int64)) * kv_token_bytes(plan)[:, None]
-    forward, backward = exchanged.copy(), exchanged.T + (0 if plan.keep_kv else 1) * exchanged
-    if inner > 1:
-        for table, gradients in ((forward, False), (backward, True)):
-            into, back = trades(plan, backward=gradients)
-            for group, one in enumerate((into + back).transpose(0, 2, 1) if gradients else into + back):
-                members = ranks[group * inner : (group + 1) * inner]
-                table[np.ix_(members, members)] += one
-    assert (forward.sum(axis=1) == plan.recv_bytes()).all(), "what the plan says that each rank receives"
-    return forward, backward
-
-
-def between_hosts(table: np.ndarray, per_host: int) -> np.ndarray:
-    """A table of ranks ``[receivers, senders]`` as one of hosts, without what stays on a host."""
-    hosts = len(table) // per_host
-    summed = table.reshape(hosts, per_host, hosts, per_host).sum(axis=(1, 3))
-    return np.asarray(summed * (1 - np.eye(hosts, dtype=np.int64)))
 
 
 def draw(scenario: Scenario) -> tuple[torch.Tensor, ...]:

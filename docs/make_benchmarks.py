@@ -72,9 +72,9 @@ def slow_link() -> str:
     for row in load("slow-link-cpu")["rows"]:
         gather, chunked = (pick(row["variants"], name=name) for name in ("all_gather", "needed, 4 pieces"))
         seconds = chunked["compute_seconds"], gather["step_seconds"], chunked["step_seconds"]
-        ratios = chunked["reached"], chunked["possible"], chunked["predicted"]["step_ratio"]
+        ratios = chunked["reached"], chunked["predicted"]["step_ratio"]
         body.append([link_name(row), *(f"{one:.2f}" for one in (*seconds, *ratios))])
-    header = ["mask; hosts", "compute", "`all_gather`", "`needed`", "times as fast", "possible", "predicted / measured"]
+    header = ["mask; hosts", "compute", "`all_gather`", "`needed`", "times as fast", "predicted / measured"]
     return table(header, body)
 
 
@@ -91,9 +91,9 @@ def exchanges() -> str:
             continue
         for one in row["variants"]:
             name = one["name"].replace("ulysses, ", "ulysses inside, ")
-            seconds = [f"{one[f'{key}_seconds']:.2f}" for key in ("step", "compute", "exchange", "floor")]
+            seconds = [f"{one[f'{key}_seconds']:.2f}" for key in ("step", "compute")]
             body.append([f"{link_name(row).split('; ')[1]}", name, *seconds, f"{one['predicted']['step_ratio']:.2f}"])
-    header = ["hosts", "exchange", "step", "compute", "exchange alone", "floor", "predicted / measured"]
+    header = ["hosts", "exchange", "step", "compute", "predicted / measured"]
     return table(header, body)
 
 
