@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from hosts import serve, timed
-from overlap_peers import torch_on_h100
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.nn import functional as F
 
 from spanwise import CPU_HOST, overlap
 from spanwise.hardware import Link
+from spanwise.overlap import _torch
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.measure import measure
 from spanwise.overlap.costs.roofline import VECTOR_UNITS, CostModel, node_bytes, node_flops
@@ -197,14 +196,10 @@ def pytorch_pass(cost: Cost) -> GraphPass:
     """PyTorch's own pass, reordering alone, with the same costs."""
 
     def run(gm: fx.GraphModule) -> fx.GraphModule:
-        with torch_on_h100():  # it asks for a GPU's figures, and is given the costs in their place
-            return schedule_overlap_bucketing(
-                copy.deepcopy(gm),
-                custom_runtime_estimation=lambda node, size: 0.0 if size == 0 else cost(node),
-                compute_estimator="analytical",
-                collective_bucketing=False,
-                pre_bucketing_fsdp_collectives=False,
-            )
+        def estimate(node: fx.Node, size: int | None) -> float:
+            return 0.0 if size == 0 else cost(node)
+
+        return _torch.torch_overlap_pass(copy.deepcopy(gm), estimate, bucket=False)
 
     return run
 

@@ -30,42 +30,6 @@ def by_longest_tail(dag: Dag) -> list[int]:
     return _greedy(dag, [-tail for tail in longest_tails(dag)])
 
 
-def started_when_ready(dag: Dag) -> list[int]:
-    """The graph's own order of compute; collectives start as soon as they are ready and are waited for when needed."""
-    found: list[int] = []
-    missing = [len(set(node.deps)) for node in dag.nodes]
-    done = bytearray(len(dag))
-
-    def run(first: int) -> None:
-        todo = [first]
-        while todo:
-            i = todo.pop()
-            done[i] = True
-            found.append(i)
-            for user in dag.users[i]:
-                missing[user] -= 1
-                if not missing[user] and dag.nodes[user].kind == Kind.START:
-                    todo.append(user)
-
-    def need(i: int) -> None:
-        stack = [i]
-        while stack:
-            lacking = [dep for dep in dag.nodes[stack[-1]].deps if not done[dep]]
-            if lacking:
-                stack += lacking
-            elif not done[i := stack.pop()]:
-                run(i)
-
-    for i, node in enumerate(dag.nodes):
-        # Where a wait, or what takes no time, is not needed yet, it is left for later.
-        if not done[i] and (node.ms > 0 or not dag.users[i]) and node.kind != Kind.WAIT:
-            need(i)
-    for i in range(len(dag)):
-        if not done[i]:
-            need(i)
-    return found
-
-
 def _greedy(dag: Dag, priority: list[float]) -> list[int]:
     missing = [len(set(node.deps)) for node in dag.nodes]
     compute: list[tuple[float, int]] = []
