@@ -25,7 +25,6 @@ from benchmarks.publish import main, publish
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.cli.report.page import Table
-from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
 
 BLOCK_SIZE = 128
@@ -189,7 +188,7 @@ def _table(result: dict[str, Any]) -> Table:
     columns = ("mask", "tokens", "heads", "blocks", "seconds", "GFLOP/s", "ratio", "target", "to")
     rows = [
         (
-            row["mask"], count(row["tokens"]), f"{row['heads']} x {row['dim']}", count(row["blocks"]),
+            row["mask"], f"{row['tokens']:,.0f}", f"{row['heads']} x {row['dim']}", f"{row['blocks']:,.0f}",
             f"{row['seconds']:.3f}", f"{row['gflops_per_second']:.0f}", f"{row['ratio']:.2f}", f"{row['target']}",
             row["baseline"],
         )

@@ -17,7 +17,6 @@ import numpy as np
 from benchmarks.plan import document_offsets
 from benchmarks.publish import main, publish
 from spanwise.cli.report.page import Table
-from spanwise.cli.report.units import count
 from spanwise.layouts.local import Local
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
@@ -124,8 +123,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     columns = ("ranks", "mask", "balancer", "imbalance", "received, mean", "largest", "full gather", "plan ms")
     cells = [
         (
-            str(row["num_ranks"]), row["mask"], row["balancer"], f"{row['imbalance']:.3f}", count(row["recv_mean"]),
-            "–" if row["recv_max"] is None else count(row["recv_max"]), count(row["gather"]),
+            str(row["num_ranks"]), row["mask"], row["balancer"], f"{row['imbalance']:.3f}", f"{row['recv_mean']:,.0f}",
+            "–" if row["recv_max"] is None else f"{row['recv_max']:,.0f}", f"{row['gather']:,.0f}",
             "–" if row["ms"] is None else f"{row['ms']:.1f}",
         )
         for row in rows

@@ -28,8 +28,8 @@ from benchmarks.publish import main, publish
 from spanwise import _torch
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.cli.report.page import Table
-from spanwise.cli.report.units import count, num_bytes
 from spanwise.masks.span_mask import SpanMask
+from spanwise.overlap.explain.units import num_bytes
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
@@ -256,7 +256,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
     for row in rows:
         cells = [num_bytes(row[key]) for key in keys]
         cells.insert(2, f"{row['resident'] / row['shard']:.2f}")
-        table.append((count(row["tokens"]), row["mask"], row["way"], *cells))
+        table.append((f"{row['tokens']:,.0f}", row["mask"], row["way"], *cells))
     return Table(title, tuple(columns), table, left=3)
 
 

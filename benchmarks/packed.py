@@ -28,7 +28,6 @@ from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
 from spanwise.cli.report.page import Table
-from spanwise.cli.report.units import count, percent
 from spanwise.layouts.packing import Packing
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -176,10 +175,10 @@ def _table(result: dict[str, Any]) -> Table:
 
     for row in result["rows"]:
         padded, unpadded, local = row["padded"], row["unpadded"], row["local"]
-        received = count(padded["recv_mean"]), count(local["recv_mean"])
-        padding = percent(row["padding_share"], 1)
+        received = f"{padded['recv_mean']:,.0f}", f"{local['recv_mean']:,.0f}"
+        padding = f"{row['padding_share']:.1%}"
         timed = seconds(padded), compared(unpadded), compared(local)
-        shown.append((str(row["num_ranks"]), row["corpus"], count(row["documents"]), padding, *timed, *received))
+        shown.append((str(row["num_ranks"]), row["corpus"], f"{row['documents']:,.0f}", padding, *timed, *received))
     return Table(title, (*names, "padded receives", "local receives"), shown, left=2)
 
 

@@ -22,7 +22,6 @@ from benchmarks.publish import main, publish
 from spanwise.attention import rank_plan
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.cli.report.page import Table
-from spanwise.cli.report.units import count
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -99,8 +98,14 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     cells = []
     for row in rows:
         name = row["balancer"] if row["balancer"] != "auto" else f"auto ({row['chosen']})"
-        tokens = [count(row[key]) for key in ("reads_tokens_mean", "reads_tokens_max", "all_gather_tokens_mean")]
-        plan = count(row["seq_len"]), str(row["num_ranks"]), name, f"{row['total_ms']:.1f}", f"{row['imbalance']:.3f}"
+        tokens = [f"{row[key]:,.0f}" for key in ("reads_tokens_mean", "reads_tokens_max", "all_gather_tokens_mean")]
+        plan = (
+            f"{row['seq_len']:,.0f}",
+            str(row["num_ranks"]),
+            name,
+            f"{row['total_ms']:.1f}",
+            f"{row['imbalance']:.3f}",
+        )
         cells.append((*plan, *tokens))
     columns = ("tokens", "ranks", "balancer", "total ms", "imbalance", "reads, mean", "reads, max", "all_gather")
     title = "Planning on one core: mask, plan, traffic, fingerprint, one rank's tensors and block tables"

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from spanwise.attention.kernels.table import resolve
 from spanwise.calibrate.measure import Calibration, measure
 from spanwise.cli.options import CalibrateOptions
-from spanwise.cli.output import check_writable
+from spanwise.cli.output import check_sizes, check_writable
 from spanwise.cli.ranks import join_torchrun, run_ranks, torchrun_size
 from spanwise.cli.report.page import Table
-from spanwise.cli.report.units import percent, seconds
+from spanwise.overlap.explain.units import seconds
 
 
 def calibrate(options: CalibrateOptions, command: str = "spanwise calibrate") -> int:
@@ -28,11 +28,7 @@ def calibrate(options: CalibrateOptions, command: str = "spanwise calibrate") ->
     ranks = started or (2 if options.ranks is None else options.ranks)
     if ranks < 2:
         raise ValueError(f"calibration measures links, and a link needs two ranks; got {ranks}")
-    for name in ("heads", "kv_heads", "head_dim", "host_size"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if options.kv_heads and options.heads % options.kv_heads:
-        raise ValueError(f"--heads must be a multiple of --kv-heads, got {options.heads} and {options.kv_heads}")
+    check_sizes(options, heads=1024, kv_heads=1024, head_dim=1024, host_size=ranks)
     if options.host_size and ranks % options.host_size:
         raise ValueError(f"{ranks} ranks are not hosts of {options.host_size}")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -93,4 +89,4 @@ def show(result: Calibration) -> None:
 def _fit(errors: list[float]) -> str:
     if not errors:
         return ""
-    return f"{percent(statistics.mean(errors), 1)}, {percent(max(errors), 1)} of {len(errors)} samples"
+    return f"{statistics.mean(errors):.1%}, {max(errors):.1%} of {len(errors)} samples"

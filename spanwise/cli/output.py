@@ -1,4 +1,4 @@
-"""Files that commands read and write, and the line that is shown during long work."""
+"""Checks that commands share, files that they read and write, and the line that is shown during long work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware
 
@@ -23,6 +24,22 @@ def load_hardware(name: str) -> Hardware:
             f"cannot read --hardware {name!r}: {error.strerror or error}; name a file that spanwise calibrate wrote, "
             f"or one of {', '.join(PRESETS)}"
         ) from error
+
+
+def check_sizes(options: Any, **largest: int) -> None:
+    """Raise ``ValueError`` for an option outside 1 to its largest value, or for heads in unequal groups.
+
+    >>> from types import SimpleNamespace
+    >>> check_sizes(SimpleNamespace(heads=4, kv_heads=3), heads=8, kv_heads=8)
+    Traceback (most recent call last):
+    ValueError: --heads must be a multiple of --kv-heads, got 4 and 3
+    """
+    for name, most in largest.items():
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} must be between 1 and {most:,}, got {value:,}")
+    if options.heads % (options.kv_heads or options.heads):
+        raise ValueError(f"--heads must be a multiple of --kv-heads, got {options.heads} and {options.kv_heads}")
 
 
 def check_writable(*paths: str | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spanwise.cli.options import PlanOptions
-from spanwise.cli.output import check_writable, load_hardware, working, write_text
+from spanwise.cli.output import check_sizes, check_writable, load_hardware, working, write_text
 from spanwise.cli.report.compare import compare
 from spanwise.cli.report.plan_page import Report
 from spanwise.cli.sequence import SEQ_LIMIT, choose_sequence
@@ -71,12 +71,7 @@ def plan(options: PlanOptions, command: str = "spanwise plan") -> int:
 
 def _check(options: PlanOptions) -> None:
     """``ValueError`` for options out of range, or that contradict one another."""
-    for name, largest in _LARGEST.items():
-        value = getattr(options, name)
-        if value is not None and not 1 <= value <= largest:
-            raise ValueError(f"--{name.replace('_', '-')} must be between 1 and {largest:,}, got {value:,}")
-    if options.heads % options.kv_heads:
-        raise ValueError(f"--heads must be a multiple of --kv-heads, got {options.heads} and {options.kv_heads}")
+    check_sizes(options, **_LARGEST)
     if options.global_batch and options.inner > 1:
         raise ValueError(f"--global-batch compares plans without --inner, got --inner {options.inner}; leave it out")
     if options.global_batch and options.memory_budget is not None:

@@ -94,10 +94,10 @@ def test_errors_are_one_line(error: type[Exception], status: int, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--ranks 0", "--ranks must be at least 1, got 0"),
-        ("--seq-len 5000", "--seq-len is at most 4096, got 5000"),
+        ("--ranks 0", "--ranks must be between 1 and 1,024, got 0"),
+        ("--seq-len 5000", "--seq-len must be between 1 and 4,096, got 5,000"),
         ("--heads 4 --kv-heads 3", "--heads must be a multiple of --kv-heads, got 4 and 3"),
-        ("--head-dim 0", "--head-dim must be at least 1, got 0"),
+        ("--head-dim 0", "--head-dim must be between 1 and 1,024, got 0"),
         ("--inner 3", "--inner must divide --ranks, got 3 and 4"),
         ("--seed 18446744073709551616", "--seed must be in [0, 2**64), got 18446744073709551616"),
     ],

@@ -23,7 +23,6 @@ from spanwise._torch import COMPILES
 from spanwise.cli import overlap as overlap_command
 from spanwise.cli.options import OverlapOptions
 from spanwise.cli.overlap import parse_groups
-from spanwise.cli.report import units
 from spanwise.cli.report.lanes import LEFT, RIGHT, WIDTH, Bar, lanes, merged
 from spanwise.cli.report.overlap_page import list_ranks
 from spanwise.hardware import H100
@@ -31,6 +30,7 @@ from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.dag import Dag, Kind, Node
 from spanwise.overlap.engine import simulate
+from spanwise.overlap.explain import units
 from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.files import load_graphs, save_graphs

@@ -11,11 +11,12 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from spanwise.cli.report import lanes, pictures, units
-from spanwise.cli.report.page import Bar, Table
+from spanwise.cli.report import lanes, pictures
+from spanwise.cli.report.page import Bar, Table, pairs
 from spanwise.cli.report.plan_page import Report, rank_table
 from spanwise.cli.report.svg import RANK_COLORS, Drawing, rectangles, ticks
 from spanwise.masks.span_mask import SpanMask
+from spanwise.overlap.explain import units
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
@@ -140,7 +141,7 @@ def test_the_table_of_ranks() -> None:
     for rank, row in enumerate(table.rows):
         assert row[1] == Bar(local[rank] / work.max(), work[rank] / work.max())
         assert row[2:] == (
-            units.pairs(work[rank]), f"{local[rank] / work[rank]:.0%}", f"{plan.recv_tokens()[rank]:,}",
+            pairs(work[rank]), f"{local[rank] / work[rank]:.0%}", f"{plan.recv_tokens()[rank]:,}",
             units.num_bytes(plan.recv_bytes()[rank]), f"{plan.traffic().sum(axis=0)[rank]:,}",
         )  # fmt: skip
     assert "16 of 40 ranks" in rank_table(plan_of(MASKS["documents"], 40), "default").note
@@ -168,7 +169,7 @@ def test_page_shows_the_plans_numbers(two: tuple[Plan, str]) -> None:
     plan, text = two
     shown = html.unescape(re.sub(r"<[^>]*>", " ", text))
     for name in plan.masks:
-        title = f"{units.pairs(plan.work(name).sum())} pairs, imbalance {plan.imbalance(name):.3f}"
+        title = f"{pairs(plan.work(name).sum())} pairs, imbalance {plan.imbalance(name):.3f}"
         assert title in shown and f"Mask “{name}”" in shown
         assert all(f"{tokens:,}" in shown for tokens in plan.recv_tokens(name))
     for candidate in plan.candidates:
@@ -247,6 +248,5 @@ def test_units() -> None:
         "0", "1.23 µs", "1.00 ms", "12.3 ms", "9.74 s", "120 s",
     ]  # fmt: skip
     assert [units.num_bytes(x) for x in (0, 512, 999.6, 41_230_000)] == ["0 B", "512 B", "1.00 kB", "41.2 MB"]
-    assert [units.pairs(x) for x in (7, 12_053, 1_070_000_000)] == ["7", "12.1 k", "1.07 G"]
-    assert [units.times(x) for x in (4, 4.0, 2.5)] == ["4", "4", "2.5"]
+    assert [pairs(x) for x in (7, 12_053, 1_070_000_000)] == ["7", "12.1 k", "1.07 G"]
     assert ticks(131_072, 8) == [0, 20_000, 40_000, 60_000, 80_000, 100_000, 120_000] and ticks(0, 8) == [0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from spanwise.cli.report import units
 from spanwise.cli.report.page import Table
+from spanwise.overlap.explain import units
 from spanwise.planning.explain import describe_exchange
 from spanwise.planning.grids import Grid
 from spanwise.planning.plan import Plan
@@ -24,14 +24,9 @@ def describe_choice(plan: Plan) -> str:
 class Degree:
     """One size of the cp axis, with the figures of its plan.
 
-    Attributes:
-        choice: the layout and exchange, in words.
-        total_seconds: attention of all layers in one step, forward and backward, exposed exchange included.
-        exposed_seconds: exchange that no computation hides.
-        speedup: against one rank, which exchanges nothing; `efficiency`: `speedup` over `ranks`.
-        imbalance: busiest over mean rank, all masks by weight.
-        recv_bytes: K and V that the busiest receiver gets in one forward, all layers.
-        kv_bytes: K and V of one layer on the fullest rank: its own, and those of others that it keeps.
+    Seconds are those of attention of all layers in one step, and the exchange that no computation hides; speed-up is
+    against one rank, imbalance is of all masks by weight, received bytes are of the busiest rank in a forward of all
+    layers, held ones of one layer on the fullest rank: its own K and V, and those of others that it keeps.
     """
 
     ranks: int
@@ -57,7 +52,7 @@ class Comparison:
         rows = [
             (
                 str(one.ranks), one.choice, units.seconds(one.total_seconds), units.seconds(one.exposed_seconds),
-                f"{one.speedup:.2f} ×", units.percent(one.efficiency), f"{one.imbalance:.3f}",
+                f"{one.speedup:.2f} ×", f"{one.efficiency:.0%}", f"{one.imbalance:.3f}",
                 units.num_bytes(one.recv_bytes), units.num_bytes(one.kv_bytes),
             )
             for one in self.degrees
@@ -100,23 +95,22 @@ def _degree(plan: Plan, alone: float) -> Degree:
 
 
 def _recommend(degrees: tuple[Degree, ...]) -> tuple[int, str]:
-    least = units.percent(KEEP)
+    least = f"{KEEP:.0%}"
     efficient = [degree for degree in degrees if degree.efficiency >= KEEP]
     if not efficient:
         best = max(degrees, key=lambda degree: (degree.efficiency, -degree.ranks))
         return best.ranks, (
-            f"no degree keeps {least} of linear speed-up; {best.ranks} ranks come nearest with "
-            f"{units.percent(best.efficiency)}"
+            f"no degree keeps {least} of linear speed-up; {best.ranks} ranks come nearest with {best.efficiency:.0%}"
         )
     best = efficient[-1]
     reason = f"the most ranks that keep {least} of linear speed-up: "
-    reason += f"{best.speedup:.1f} × at {units.percent(best.efficiency)}"
+    reason += f"{best.speedup:.1f} × at {best.efficiency:.0%}"
     after = next((degree for degree in degrees if degree.ranks > best.ranks), None)
     if after is None:
         return best.ranks, f"{reason}; more ranks were not compared"
     gain = best.total_seconds / after.total_seconds
     change = f"{gain:.2f} × as fast" if gain > 1 else "no faster"
-    return best.ranks, f"{reason}; {after.ranks} ranks are {change} at {units.percent(after.efficiency)}"
+    return best.ranks, f"{reason}; {after.ranks} ranks are {change} at {after.efficiency:.0%}"
 
 
 def grid_table(grids: Sequence[Grid]) -> Table:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from spanwise.cli.report import units
 from spanwise.cli.report.svg import Drawing, number, ticks
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.engine import Timeline
+from spanwise.overlap.explain import units
 from spanwise.overlap.explain.reasons import Reason
 from spanwise.overlap.explain.trace import in_order
 

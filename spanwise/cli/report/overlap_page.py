@@ -10,11 +10,11 @@ from markupsafe import Markup
 
 from spanwise.cli.report.lanes import draw, lanes
 from spanwise.cli.report.page import Table, render_page
-from spanwise.cli.report.units import milliseconds, num_bytes, percent, seconds
 from spanwise.hardware import Hardware
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.figures import Figures, OrderFigures
 from spanwise.overlap.explain.report import summary
+from spanwise.overlap.explain.units import milliseconds, num_bytes, seconds
 from spanwise.overlap.optimize import Result
 
 #: Most rows of a table of exposed collectives.
@@ -49,7 +49,7 @@ class Graph:
         rows = [
             (
                 order.name, milliseconds(order.makespan), milliseconds(order.exposed),
-                percent(order.left / order.bound, 1) if order.bound else "–",
+                f"{order.left / order.bound:.1%}" if order.bound else "–",
                 " / ".join(f"{order.counts[key]:,}" for key in ("hidden", "partly", "exposed")),
                 f"{order.launches:,}", num_bytes(order.peak_bytes),
                 "" if order.seconds is None else seconds(order.seconds),

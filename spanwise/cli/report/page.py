@@ -13,10 +13,19 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from spanwise.cli.report import units
+from spanwise.overlap.explain import units
 
 #: Characters of the longest bar in a text.
 _BAR = 28
+
+
+def pairs(value: float) -> str:
+    """Counts that get large.
+
+    >>> pairs(1_070_000_000)
+    '1.07 G'
+    """
+    return units.scaled(value, ("", "k", "M", "G", "T", "P")).strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +69,9 @@ def render_page(name: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(seconds=units.seconds, ms=units.milliseconds, bytes=units.num_bytes, count=units.count)
+    environment.filters.update(
+        seconds=units.seconds, ms=units.milliseconds, bytes=units.num_bytes, count="{:,.0f}".format
+    )
     environment.tests["bar"] = lambda cell: isinstance(cell, Bar)
     return environment.get_template(f"{name}.html.jinja").render(**values, style=Markup(_read("page.css")))
 

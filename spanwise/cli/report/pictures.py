@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from spanwise.cli.report import units
 from spanwise.cli.report.lanes import Bar, Lane, draw
+from spanwise.cli.report.page import pairs
 from spanwise.cli.report.svg import RANK_COLORS, Drawing, ticks
 from spanwise.layouts.layout import Layout
 from spanwise.masks.span_mask import SpanMask
@@ -52,7 +52,7 @@ def draw_mask(key: str, plan: Plan, name: str, window: tuple[int, int]) -> Drawi
     for tick in ticks(last - first, 8):
         x = _LEFT + tick / (last - first) * _SIDE
         drawing.line(x, _TOP + _SIDE, x, _TOP + _SIDE + 4, "axis")
-        drawing.text(x, _TOP + _SIDE + 17, units.count(first + tick), "small muted", "middle")
+        drawing.text(x, _TOP + _SIDE + 17, f"{first + tick:,.0f}", "small muted", "middle")
     drawing.text(_LEFT + _SIDE / 2, _TOP + _SIDE + 36, "keys (token position); rows the same", "small muted", "middle")
     return drawing
 
@@ -81,7 +81,7 @@ def draw_traffic(key: str, traffic: np.ndarray) -> Drawing:
         drawing.text(_LEFT + (rank + 0.5) * cell, 34, str(rank), "small", "middle")
     for receiver, sender in np.argwhere(traffic > 0).tolist() if count <= 12 else ():
         strong = "on-heat" if levels[receiver, sender] > _LEVELS / 2 else ""
-        value = units.pairs(int(traffic[receiver, sender]))
+        value = pairs(int(traffic[receiver, sender]))
         drawing.text(_LEFT + (sender + 0.5) * cell, 44 + (receiver + 0.5) * cell, value, f"tiny {strong}", "middle")
     drawing.text(_LEFT, 14, "sender to the right, receiver down", "small muted")
     return drawing

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from spanwise.cli.report import units
 from spanwise.cli.report.compare import Comparison, describe_choice, grid_table
-from spanwise.cli.report.page import Bar, Table, render_page
+from spanwise.cli.report.page import Bar, Table, pairs, render_page
 from spanwise.cli.report.pictures import closer_window, draw_mask, draw_timeline, draw_traffic, sample_ranks
 from spanwise.cli.report.svg import RANK_COLORS, Drawing
+from spanwise.overlap.explain import units
 from spanwise.planning.grids import Grid
 from spanwise.planning.plan import Plan
 
@@ -97,7 +97,7 @@ class Report:
             colors=RANK_COLORS,
             choice=describe_choice(plan),
             predicted=plan.predict(),
-            layers=units.times(sum(plan.weights.values())),
+            layers=f"{sum(plan.weights.values()):,g}",
             tables=self.comparisons(),
             masks=[_mask(plan, name, str(index)) for index, name in enumerate(plan.masks)],
             candidates=_candidates(plan),
@@ -115,16 +115,16 @@ def rank_table(plan: Plan, name: str) -> Table:
     shown = sample_ranks(work, MOST_RANKS)
     rows = [
         (
-            str(rank), Bar(local[rank] / most, work[rank] / most), units.pairs(work[rank]),
-            units.percent(local[rank] / work[rank]) if work[rank] else "–", units.count(recv_tokens[rank]),
-            units.num_bytes(recv_bytes[rank]), units.count(sent[rank]),
+            str(rank), Bar(local[rank] / most, work[rank] / most), pairs(work[rank]),
+            f"{local[rank] / work[rank]:.0%}" if work[rank] else "–", f"{recv_tokens[rank]:,.0f}",
+            units.num_bytes(recv_bytes[rank]), f"{sent[rank]:,.0f}",
         )
         for rank in shown
     ]  # fmt: skip
     columns = ("rank", "pairs: own keys █, received ▒", "pairs", "on own keys", "K/V tokens received", "bytes",
                "sent tokens")  # fmt: skip
-    mask = f"mask {name!r}, {units.times(plan.weights[name])} layers: " if len(plan.masks) > 1 else ""
-    title = f"{mask}{units.pairs(work.sum())} pairs, imbalance {plan.imbalance(name):.3f} (busiest over mean rank)"
+    mask = f"mask {name!r}, {plan.weights[name]:,g} layers: " if len(plan.masks) > 1 else ""
+    title = f"{mask}{pairs(work.sum())} pairs, imbalance {plan.imbalance(name):.3f} (busiest over mean rank)"
     sampled = f"{len(shown)} of {len(work)} ranks, from the busiest to the idlest" if len(shown) < len(work) else ""
     return Table(title, columns, rows, note=sampled, left=2)
 
@@ -136,7 +136,7 @@ def _candidates(plan: Plan) -> Table:
     rows = []
     for one in ranked:
         seconds = [one.seconds[f"compute_{key}"] + one.seconds[f"exposed_{key}"] for key in ("forward", "backward")]
-        received = units.count(one.recv_mean / layers), units.count(one.recv_max / layers)
+        received = f"{one.recv_mean / layers:,.0f}", f"{one.recv_max / layers:,.0f}"
         each = (one.balancer, one.exchange, str(one.stages), f"{one.imbalance:.3f}", *received)
         rows.append((*each, *map(units.seconds, (*seconds, one.seconds["total"]))))
     columns = ("layout", "exchange", "chunks", "imbalance", "received, mean", "most", "forward", "backward", "total")
@@ -155,8 +155,8 @@ def _documents(report: Report) -> Table:
     for p in range(power[lengths > 0].min(), power.max() + 1):
         of = (power == p) & (lengths > 0)
         shares = [float(values[of].sum() / max(values.sum(), 1)) for values in (lengths, pairs)]
-        bars = [cell for share in shares for cell in (Bar(share, share), units.percent(share))]
-        rows.append((f"{1 << p:,} to {(2 << p) - 1:,}", units.count(of.sum()), *bars))
+        bars = [cell for share in shares for cell in (Bar(share, share), f"{share:.0%}")]
+        rows.append((f"{1 << p:,} to {(2 << p) - 1:,}", f"{of.sum():,.0f}", *bars))
     return Table("Documents", ("tokens", "documents", "of all tokens", "", "of all pairs", ""), rows)
 
 
