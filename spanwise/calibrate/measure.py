@@ -73,8 +73,8 @@ def measure(
         name: of the hardware; default: processor or accelerator, and number of ranks.
 
     Raises:
-        ValueError: fewer than two ranks, hosts of different sizes or scattered over the ranks, bad numbers, options
-            that the kernel refuses, or times that do not grow with the work.
+        ValueError: fewer than two ranks, hosts of different sizes or scattered over the ranks, bad numbers, or times
+            that do not grow with the work.
     """
     begin = time.perf_counter()
     ranks = Ranks(mesh, torch.device(device))
@@ -89,6 +89,8 @@ def measure(
     hosts = ranks.host_size(host_size)
     chosen = resolve(kernel, ranks.device)
     heads = (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
+    if heads[0] % heads[1]:
+        raise ValueError(f"num_q_heads must be a multiple of num_kv_heads, got {heads[0]} and {heads[1]}")
     rates, attention = fit_attention(*time_attention(ranks, chosen, heads, dtype, problems, repeats))
     links, wire, collectives = measure_links(ranks, hosts, largest, repeats)
     source = (

@@ -204,7 +204,7 @@ def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
         ({"problems": ()}, r"problems=\(\)"),
         ({"host_size": 3}, "host_size must divide the 2 ranks, got 3"),
         ({"kernel": "fast"}, "unknown kernel 'fast'"),
-        ({"num_q_heads": 3, "num_kv_heads": 2}, "3"),
+        ({"num_q_heads": 3, "num_kv_heads": 2}, "got 3 and 2"),
     ],
 )
 def test_bad_options(gloo_pool: GlooPool, options: dict, message: str) -> None:
