@@ -27,12 +27,12 @@ import spanwise
 from benchmarks.published.machines import CONTENTION, Kernel, Machine
 
 # A copy through an index tensor that is as large as the data (torch.gather), in copies of the same bytes.
-_INDEXED = 3.0
+_INDEXED = 1.5
 # Copies around a call of MagiAttention's baselines, in those of its queries: rows picked and put back by index because
 # documents are padded, the result merged (exps/dist_attn/baselines/utils_cp.py); forward, backward.
 _PADDED_CALL = (2 * _INDEXED + 0.5, 4 * _INDEXED + 0.5)
 # Merge of a step's result, in copies of the queries: one kernel in bfloat16, or torch operations in float32.
-_MERGE, _MERGE_UNFUSED = 1.5, 4.5
+_MERGE, _MERGE_PADDED, _MERGE_UNFUSED = 1.5, (5.5, 8.5), 4.5
 _MAGI_BLOCK, _MAGI_STAGES, _DCP_TOKENS = 2048, 2, 8192
 
 
@@ -128,7 +128,8 @@ def _pack_seconds(problem: Problem, pack: tuple[int, ...], method: Method, backw
     first, each, calls = _ring_steps(problem, documents, method, heads, backward)
     kv = 2 * held * max(1, problem.kv_heads / method.ulysses) * problem.dim * problem.itemsize
     hop = _hop_seconds(problem, method, kv * (2 if backward else 1)) if method.ring > 1 else 0.0
-    merge = (_MERGE if method.fused else _MERGE_UNFUSED) * _copy(problem, tokens * problem.heads)
+    merge = _MERGE if method.fused else _MERGE_UNFUSED
+    merge = (_MERGE_PADDED[backward] if method.padded else merge) * _copy(problem, tokens * problem.heads)
     step = each + (copies + merge) * calls
     overlapped = max(step + CONTENTION * min(hop, step), hop)
     last = hop if backward else 0.0  # the last gradients travel home
@@ -142,15 +143,15 @@ def _ring_steps(
     call = functools.partial(problem.kernel.seconds, problem.machine, heads=heads, dim=problem.dim, backward=backward)
     chunk = documents / method.ring
     half = chunk / 2
-    own = call(chunk, chunk * chunk / 2 if problem.causal else chunk * chunk, edge=problem.causal)
+    own = call(chunk, chunk, chunk * chunk / 2 if problem.causal else chunk * chunk, edge=problem.causal)
     if method.ring == 1:
         return own, 0.0, 0.0
     if not problem.causal or method.style == "ring":  # of a causal contiguous ring the last rank is the slowest
-        return own, call(chunk, chunk * chunk, edge=False), 1.0
+        return own, call(chunk, chunk, chunk * chunk, edge=False), 1.0
     if method.style == "stripe":
         return own, own, 1.0
     # Half of the steps read the first half of the keys with all queries, the others all keys with half of them.
-    return own, (call(chunk, chunk * half, edge=False) + call(half, half * chunk, edge=False)) / 2, 0.75
+    return own, (call(chunk, half, chunk * half, edge=False) + call(half, chunk, half * chunk, edge=False)) / 2, 0.75
 
 
 def _call_seconds(problem: Problem, method: Method, tokens: float, heads: int, backward: bool) -> float:
@@ -198,11 +199,12 @@ def _gathered(
     if method.style == "llama3":
         return exchange + max(call(*one, edge=problem.causal) for one in _contiguous(problem, pack, ranks))
     area = documents * documents / ranks / (2 if problem.causal else 1)
-    halves = 2 * call(documents / ranks / 2, area / 2, edge=problem.causal)
+    read = documents / 2 if problem.causal else documents  # by each of a rank's two chunks, in the mean
+    halves = 2 * call(documents / ranks / 2, read, area / 2, edge=problem.causal)
     return exchange + halves + copies
 
 
-def _contiguous(problem: Problem, pack: tuple[int, ...], ranks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _contiguous(problem: Problem, pack: tuple[int, ...], ranks: int) -> list[tuple[np.ndarray, ...]]:
     """Queries and pairs of each document on each rank, where ranks hold equal contiguous chunks."""
     ends = np.cumsum(pack, dtype=np.float64)
     starts, size, found = ends - np.array(pack), float(ends[-1]) / ranks, []
@@ -210,7 +212,7 @@ def _contiguous(problem: Problem, pack: tuple[int, ...], ranks: int) -> list[tup
         low, high = np.maximum(starts, rank * size), np.minimum(ends, (rank + 1) * size)
         queries = np.maximum(high - low, 0.0)
         seen = (low + high) / 2 - starts if problem.causal else ends - starts
-        found.append((queries, queries * seen))
+        found.append((queries, 2 * seen if problem.causal else seen, queries * seen))
     return found
 
 

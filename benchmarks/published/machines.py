@@ -19,6 +19,8 @@ TILE, FILL_KEYS = 128, 256
 EDGE_KEYS = TILE // 2
 # Matrix products run 1.3 to 1.4 times as long while NCCL moves data: pytorch/pytorch#179937.
 CONTENTION = 0.35
+# Of the data sheet's rate, in large collectives: cards of 400 Gb/s move 46 to 49 GB/s (NVIDIA/nccl-tests#267, #290).
+_HOST_SHARE, _CARD_SHARE = 0.8, 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +30,24 @@ class Kernel:
     name: str
     forward: float
     backward: float
+    fill: int = FILL_KEYS
 
     def scaled(self, factor: float) -> Kernel:
         return dataclasses.replace(self, forward=self.forward * factor, backward=self.backward * factor)
 
     def seconds(
-        self, machine: Machine, queries: np.ndarray, area: np.ndarray, heads: float, dim: int, *, edge: bool,
-        backward: bool,
+        self, machine: Machine, queries: np.ndarray, keys: np.ndarray, area: np.ndarray, heads: float, dim: int, *,
+        edge: bool, backward: bool,
     ) -> float:  # fmt: skip
-        """Seconds of one call on packed sequences: `queries` rows each, which read `area` pairs; ``[sequences]``."""
-        some = queries > 0
-        queries, area = queries[some], area[some]
-        tiles = -(-queries // TILE) * TILE
-        pairs = float((tiles * (area / queries + FILL_KEYS + EDGE_KEYS * edge)).sum())
-        flops = attention_flops(1.0, 1, dim, dim, backward=backward) * heads * pairs
+        """Seconds of one call on packed sequences of so many queries, keys and pairs; ``[sequences]`` each.
+
+        A block of threads computes a tile of queries over all keys; in the backward a tile of keys over all queries.
+        """
+        some = (queries > 0) & (keys > 0)
+        outer, inner = (x[some] for x in ((keys, queries) if backward else (queries, keys)))
+        outer_tiles, inner_tiles = (np.ceil(x / TILE) * TILE for x in (outer, inner))
+        rows = area[some] / outer * inner_tiles / inner + self.fill + EDGE_KEYS * edge
+        flops = attention_flops(1.0, 1, dim, dim, backward=backward) * heads * float((outer_tiles * rows).sum())
         return machine.hardware.kernel_seconds + flops / (self.backward if backward else self.forward)
 
 
@@ -65,8 +71,7 @@ class Machine:
 def _with(hardware: Hardware, name: str, inside: float, outside: float, ranks: int = 8, **changes: float) -> Hardware:
     """The hardware with other links, bytes/s of a rank in one direction by the data sheet."""
     inner, outer = hardware.links
-    share = inner.bandwidth / 450e9
-    links = (Link(share * inside, inner.latency, ranks=ranks), Link(share * outside, outer.latency))
+    links = (Link(_HOST_SHARE * inside, inner.latency, ranks=ranks), Link(_CARD_SHARE * outside, outer.latency))
     return dataclasses.replace(hardware, name=name, links=links, **changes)
 
 
@@ -80,15 +85,15 @@ _HOPPER = (
 _AMPERE = (Kernel("flash 2", 215e12, 185e12),)
 # together.ai/blog/flashattention-4: 1,605 TFLOP/s, cuDNN 9.13 up to 1.3 times slower. Backward: Hopper's ratio.
 _BLACKWELL = (Kernel("flash 3", 1605e12, 1470e12), Kernel("cudnn", 1235e12, 1130e12))
-H100 = Machine(spanwise.H100, _HOPPER, float8=1.5)
+H100 = Machine(_with(spanwise.H100, "H100", 450e9, 50e9), _HOPPER, float8=1.5)
 # H800: NVLink at 400 GB/s in both directions together. A100 SXM 80 GB: 312 TFLOP/s, 2.04 TB/s, NVLink 600 GB/s.
 H800 = Machine(_with(spanwise.H100, "H800", 200e9, 50e9), _HOPPER, float8=1.5)
 A100 = Machine(_with(spanwise.H100, "A100", 300e9, 25e9, matmul_flops=0.75 * 312e12, memory_bandwidth=2.04e12), _AMPERE)
-B200 = Machine(spanwise.B200, _BLACKWELL, float8=1.5)
+B200 = Machine(_with(spanwise.B200, "B200", 900e9, 50e9), _BLACKWELL, float8=1.5)
 # TPU v5p: 459 TFLOP/s bfloat16, 2.77 TB/s, 3-D torus of 4,800 Gb/s a chip in both directions together.
 TPU = Machine(
     _with(spanwise.H100, "TPU v5p", 300e9, 300e9, ranks=64, matmul_flops=0.75 * 459e12, memory_bandwidth=2.77e12),
-    (Kernel("splash", 280e12, 240e12),),
+    (Kernel("splash", 280e12, 240e12, fill=0),),
 )
 _NAMES = {"H800": H800, "H100": H100, "A100": A100, "B200": B200, "TPU v5p": TPU, "Hopper": H100}
 
