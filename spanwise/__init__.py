@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
+    from spanwise.advice.advise import Advice, Choice, advise
     from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
     from spanwise.attention.compare import compare_calls
     from spanwise.attention.context_parallel import ContextParallel
@@ -39,10 +40,12 @@ if _TYPE_CHECKING:
     from spanwise.recurrence.relayout import RelayoutRoute, relayout, relayout_route
 
 __all__ = [
+    "Advice",
     "Aux",
     "AuxRequest",
     "B200",
     "CPU_HOST",
+    "Choice",
     "ContextParallel",
     "DocumentOrder",
     "ExchangeError",
@@ -68,6 +71,7 @@ __all__ = [
     "TokenTree",
     "TreeEdges",
     "VerifyReport",
+    "advise",
     "context_parallel_attention",
     "contiguous_to_dualchunk_order_thd",
     "cross_entropy",
@@ -93,6 +97,7 @@ __all__ = [
 
 #: Modules of the public names.
 _HOMES = {
+    "advice.advise": "Advice Choice advise",
     "attention.attention": "Aux AuxRequest context_parallel_attention",
     "attention.context_parallel": "ContextParallel",
     "attention.compare": "compare_calls",

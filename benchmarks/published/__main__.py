@@ -57,8 +57,29 @@ def table(rows: list[Row]) -> Result:
             one["comparison"] = numbers[one["comparison"]]
     for source, (factor, fixed, fitted) in fits.items():
         sources[source] |= {"factor": factor, "fixed_seconds": fixed, "fitted_row": fitted}
+    factors = {"steps": _factors(rows, found), "memory": _quantiles(predict.memory(rows))}
     packed = [one for one in found if one["packed"] and "Magi" in one["source"]]
-    return {"rows": found, "sources": sources, "packed": _figures(packed), "all": _figures(found)}
+    return {"rows": found, "sources": sources, "packed": _figures(packed), "all": _figures(found)} | factors
+
+
+def _factors(rows: list[Row], found: list[Result]) -> dict[str, list[float]]:
+    """Measured over predicted seconds of training steps, with nominal and with fitted rates: intervals of advice."""
+    nominal = []
+    for row in rows:
+        if row.group in ("e2e-train", "overlap-train"):
+            try:
+                nominal += [pair.measured / pair.predicted for pair in predict.pairs(row)]
+            except (ValueError, KeyError):
+                continue
+    steps = [one for one in found if one["group"] in ("e2e-train", "overlap-train") and "ratio" in one]
+    return {
+        "nominal": _quantiles(nominal),
+        "fitted": _quantiles([1 / one["ratio"] for one in steps if not one["fitted"]]),
+    }
+
+
+def _quantiles(values: list[float]) -> list[float]:
+    return [float(np.quantile(values, part)) for part in (0.05, 0.5, 0.95)] if values else []
 
 
 def _predicted(row: Row, factor: float, fixed: float, fitted: int | None) -> list[Result]:

@@ -17,8 +17,6 @@ from spanwise.hardware import Hardware, Link, attention_flops
 TILE, FILL_KEYS = 128, 256
 # A causal edge cuts through tiles: half of one is masked.
 EDGE_KEYS = TILE // 2
-# Matrix products run 1.3 to 1.4 times as long while NCCL moves data: pytorch/pytorch#179937.
-CONTENTION = 0.35
 # Of the data sheet's rate, in large collectives: cards of 400 Gb/s move 46 to 49 GB/s (NVIDIA/nccl-tests#267, #290).
 _HOST_SHARE, _CARD_SHARE = 0.8, 0.95
 

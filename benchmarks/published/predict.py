@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 
 from benchmarks.published import attention, machines, training
-from benchmarks.published.machines import CONTENTION, Kernel, Machine
+from benchmarks.published.machines import Kernel, Machine
 from benchmarks.published.rows import Row, Setting, packs
+from spanwise.advice.model import CONTENTION, PASSES, PASSES_COMPILED
 
 # Layers of FLUX.1 (its published configuration): 19 blocks of two streams, 38 of one, each with 12 · dim² weights.
 _FLUX_BLOCKS, _FLUX_DIM, _FLUX_HEADS, _FLUX_TOKENS = 57, 3072, 24, 4608
@@ -116,10 +117,24 @@ def _step(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
     found = []
     for name, value in row.measured.items():
         change = {"async_tp": True} if name.startswith("async_tp") else {}
-        step = training.step_of(row.setting | change)
-        measured = training.units(step, name, value) if value else None
+        run = training.run_of(row.setting | change, machine)
+        measured = training.units(run, name, value) if value else None
         if measured is not None:
-            found.append(Pair(name, measured, training.seconds(step, machine, kernel)))
+            found.append(Pair(name, measured, run.seconds(machine, kernel)))
+    return found
+
+
+def memory(rows: list[Row]) -> list[float]:
+    """Measured over predicted bytes of training steps; what they offload is not modelled."""
+    found = []
+    for row in rows:
+        words = f"{row.setting.get('checkpointing', '')} {row.setting.get('hardware', '')}"
+        sizes = [value * 2.0**30 for name, value in row.measured.items() if name == "memory_gib" and value]
+        try:
+            run = training.run_of(row.setting, machines.machine_of(words) or machines.H100)
+        except (ValueError, KeyError):
+            continue
+        found += [size / run.memory for size in sizes if "offload" not in words]
     return found
 
 
@@ -172,7 +187,7 @@ def _diffusion(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
     attend = attention.seconds(problem, attention.method_of(setting["method"], cp), backward=False)
     eager = {} if any("compiled" in name for name in row.measured) else row.measured  # eager ones wait for the host
     for name, value in (eager or {n: v for n, v in row.measured.items() if "compiled" in n}).items():
-        passes = training.FORWARD_PASSES_COMPILED if "compiled" in name else training.FORWARD_PASSES
+        passes = (PASSES_COMPILED if "compiled" in name else PASSES) / 3
         rest = passes * tokens * _FLUX_DIM * 2 / hardware.memory_bandwidth
         products = 2 * 12 * _FLUX_DIM**2 * tokens / hardware.matmul_flops
         block = products + rest + attend

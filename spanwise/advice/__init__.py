@@ -1,0 +1,1 @@
+"""Degrees of parallelism for a model, with intervals: a step's seconds and memory from its config and documents."""
