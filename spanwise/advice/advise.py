@@ -22,7 +22,7 @@ from spanwise.hardware import Hardware, attention_flops
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_lengths, check_positive
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import memory as exchanges
+from spanwise.planning import costs
 from spanwise.planning.grids import longest_first
 from spanwise.planning.make_plan import make_plan
 
@@ -262,7 +262,7 @@ class _Problem:
         exposed = (1 + again) * seconds["exposed_forward"] + seconds["exposed_backward"]
         parts["exchange"] = self.micro_batches * exposed
         parts["sharding"] = step.sharding(sum(parts.values()))
-        held = 0 if self.cp == 1 else exchanges.held(plan)
+        held = 0 if self.cp == 1 else costs.held(plan)
         return Choice(
             step.ranks // self.cp, self.cp, step.tp, plan.exchange if self.cp > 1 else "none", plan.balancer,
             self.tokens, self.micro_batches, parts, int(step.memory(self.tokens)) + held, spread,

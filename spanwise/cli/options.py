@@ -54,6 +54,8 @@ class PlanOptions:
             --heads times --head-dim.
         max_tokens: most tokens of a rank: --global-batch then also compares a plan in which ranks hold unequal numbers
             of tokens and take equal seconds.
+        advise: a model's config.json: say which CP × DP × TP degrees of --ranks suit it and these documents, a global
+            batch, with seconds and memory of a step. No other plan is made; --memory-budget is a device's memory.
         html: file for the report: drawings and all figures, one page.
         json: file for all figures.
     """
@@ -82,6 +84,7 @@ class PlanOptions:
     global_batch: bool = False
     hidden_dim: Count = None
     max_tokens: Count = None
+    advise: Annotated[str | None, arg(metavar="CONFIG")] = None
     html: Output = None
     json: Output = None
 

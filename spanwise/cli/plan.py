@@ -5,12 +5,14 @@ Plans are made exactly as in a training step, without a process group or an acce
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from typing import Any
 
 import numpy as np
 
+from spanwise.advice.advise import advise
 from spanwise.cli.options import PlanOptions
 from spanwise.cli.output import check_sizes, check_writable, load_hardware, working, write_text
 from spanwise.cli.report.compare import compare
@@ -51,6 +53,8 @@ def plan(options: PlanOptions, command: str = "spanwise plan") -> int:
                 f"--ranks and --compare-ranks must be between 1 and {min(RANKS_LIMIT, tokens):,} for a sequence of "
                 f"{tokens:,} tokens ({RANKS_LIMIT:,} ranks at most, a token for each), got {number:,}"
             )
+    if options.advise is not None:
+        return _advise(options.advise, options, hardware, np.diff(cu_seqlens))
     masks, weights = build_masks(options, cu_seqlens)
 
     @functools.cache
@@ -66,6 +70,20 @@ def plan(options: PlanOptions, command: str = "spanwise plan") -> int:
     print(report.text())
     write_text(options.json, lambda: json.dumps(report.as_dict(), indent=1) + "\n")
     write_text(options.html, report.html)
+    return 0
+
+
+def _advise(config: str, options: PlanOptions, hardware: Hardware, lengths: np.ndarray) -> int:
+    """Print degrees of parallelism for a model, and write their figures."""
+    if options.html is not None or options.ranks is None:
+        raise ValueError("--advise needs --ranks, and writes --json, not --html")
+    with working(f"planning {int(lengths.sum()):,} tokens"):
+        found = advise(config, lengths, options.ranks, hardware=hardware, memory=options.memory_budget)
+    print(found)
+    figures = dataclasses.asdict(found)
+    for choice, one in zip(figures["choices"], found.choices, strict=True):
+        choice |= {"seconds": one.seconds, "interval": one.interval}
+    write_text(options.json, lambda: json.dumps(figures, indent=1) + "\n")
     return 0
 
 

@@ -26,6 +26,16 @@ from tests.cli.commands import figures_of, run, write
 SHAPE = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
 
+def test_advice(tmp_path: Path) -> None:
+    """--advise prints and writes what `advise` gives."""
+    shape = dict(num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=1024, vocab_size=1000)
+    config, out = write(tmp_path / "config.json", json.dumps(shape)), tmp_path / "advice.json"
+    said = run("plan", "--documents", write(tmp_path / "l.json", "[3000, 500]"), "--advise", config, "--ranks", 2,
+               "--json", out).out  # fmt: skip
+    found = spanwise.advise(config, [3000, 500], 2)
+    assert str(found) in said and json.loads(out.read_text())["choices"][0]["seconds"] == found.best.seconds
+
+
 # ---------------------------------------------------------------- document lengths
 
 FORMS = {
