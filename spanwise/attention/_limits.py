@@ -1,4 +1,4 @@
-"""What attention refuses besides shapes: transforms, second derivatives, senseless scales; and sizes that it fixes."""
+"""What attention refuses besides shapes: transforms, senseless scales, wrong sinks; and sizes that it fixes."""
 
 from __future__ import annotations
 
@@ -50,26 +50,6 @@ def check_numbers(options: AttentionOptions) -> None:
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
     if options.softcap is not None:
         check_finite(options.softcap, "softcap", positive=True)
-
-
-def first_order_only(*results: torch.Tensor) -> None:
-    """Makes a backward from the `results` under ``create_graph=True`` raise ``NotImplementedError``.
-
-    Before any collective, on every rank and with every kernel alike. Compiled code refuses it by itself.
-    """
-    if torch.compiler.is_compiling():
-        return
-    for x in results:
-        if x.requires_grad:
-            x.register_hook(_refuse_second_derivatives)
-
-
-def _refuse_second_derivatives(grad: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "second derivatives through context_parallel_attention are not supported; call backward without "
-            "create_graph=True"
-        )
 
 
 def check_sinks(sinks: torch.Tensor | None, num_heads: int) -> None:

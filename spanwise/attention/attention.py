@@ -25,7 +25,6 @@ from spanwise.attention._limits import (
     check_numbers,
     check_sinks,
     check_transforms,
-    first_order_only,
     fix_sizes,
     with_sinks,
 )
@@ -203,7 +202,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     out = zero_in_padding(out, local.valid)
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
-    first_order_only(out, lse)
     travels = len(chunks) > 1 or local.trade is not None
     out, *returned = compare_backward((out, lse) if request.lse else (out,), compared, travels=travels)
     return out, Aux(lse=returned[0] if request.lse else None, max_logit=max_logit)

@@ -1,41 +1,26 @@
-"""Attention of small problems in a few blocks of queries, for kernel "sdpa": every score of a block at once.
+"""Attention of small problems by torch's flash kernel with a dense mask, for kernel "sdpa".
 
 The loop of `sdpa` spends 20 to 30 calls of torch on a tile, however small. Below `_MOST_SCORES` computing masked scores
-too is the cheaper way. The maths, and what is computed in which dtype, are those of `sdpa`.
+too is the cheaper way.
 """
-
-# B rows, H heads, K key heads, Q queries, T keys, D head dim, V value dim, N spans; G = H / K; R queries of a block
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spanwise.attention.kernels.merge import lse_dtype
 
 # Scores of all heads up to which this is faster than the loop, forward and backward.
 _MOST_SCORES = 1 << 18
-_MOST_QUERIES = 64  # of a block; 48 to 96 are as fast, all 237 queries of a small step at once are 1.25 times slower
-_LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
-
-
-class _Block(NamedTuple):
-    """Queries, the keys from the first to the last that one of them reads, and what hides the others.
-
-    Attributes:
-        rows: of ``[B * K, Q * G, …]``.
-        keys: of T; at least one.
-        bias: ``[B or 1, 1, R, 1, keys]``, 0 where a query reads a key and -inf elsewhere.
-    """
-
-    rows: slice
-    keys: slice
-    bias: Tensor
+_LARGE_LSE = 16.0  # its lse is float32: beyond, rounding it would show in the weights
+_LOG2_E = math.log2(math.e)
+_aten = torch.ops.aten
 
 
 def is_small(q: Tensor, k: Tensor, softcap: float | None) -> bool:
@@ -43,55 +28,40 @@ def is_small(q: Tensor, k: Tensor, softcap: float | None) -> bool:
     return softcap is None and 0 < q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= _MOST_SCORES
 
 
-@torch.autocast("cpu", enabled=False)  # products keep the dtype that the maths asks for
-def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Out in float32 at least, and lse in float64; 0 and -inf for rows without keys."""
-    dtype = lse_dtype(q)
-    rows = _by_query(q.to(dtype) * (scale * _LOG2_E), k)
-    keys, values = (x.to(dtype).flatten(0, 1) for x in (k, v))
-    parts = []
-    for block in _blocks_of(start, end, q, k):
-        scores = _scores(rows, keys, block, k)
-        top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)  # -inf - -inf is nan
-        weights = scores.sub_(top).exp2_()
-        parts.append((torch.bmm(weights, values[:, block.keys]), weights.sum(-1, keepdim=True), top))
-    out, total, top = (torch.cat(x, 1) for x in zip(*parts, strict=True))
-    lse = total.double().log().add_(top, alpha=_LN_2)
-    return _by_head(out.div_(total.clamp_(min=1)), q, k), _by_head(lse, q, k).squeeze(-1)
+def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Out in float32 at least, and lse in float64; None where the loop is needed to be exact."""
+    bias, is_empty = _mask_of(start, end, q, k)
+    tensors = _alike(q, k, v)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, False, attn_mask=bias, scale=scale)
+    if not _is_exact(lse) or not bool(out.sum().isfinite()):
+        return None
+    return out[..., : v.shape[3]].contiguous(), lse.double().masked_fill_(is_empty, -math.inf)
 
 
-@torch.autocast("cpu", enabled=False)
 def backward(
     grad_out: Tensor,
-    grad_lse: Tensor | None,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     start: Tensor,
     end: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in float32 at least, from q, k, v, out and lse; see `sdpa_backward`."""
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """dq, dk, dv in float32 at least, from q, k, v, out and lse; None as of `forward`."""
     q, k, v, out, lse = tensors
-    dtype = lse_dtype(q)
-    keys, values = (x.to(dtype).flatten(0, 1) for x in (k, v))
-    do, row_lse = grad_out.to(dtype), lse.unsqueeze(-1)
-    is_empty = row_lse == -math.inf
-    shift, share = split_lse(row_lse.masked_fill(is_empty, 0), dtype)
-    delta = (out.to(dtype) * do).sum(-1, keepdim=True)
-    if grad_lse is not None:
-        delta = delta - grad_lse.unsqueeze(-1).to(dtype)
-    delta = delta.masked_fill_(is_empty, 0).mul_(share)
-    do, delta, shift, rows = (_by_query(x, k) for x in (do * share, delta, shift, q.to(dtype) * (scale * _LOG2_E)))
-    # Contiguous, whatever k and v are, as compiled code is told.
-    dqs, dk, dv = list[Tensor](), keys.new_zeros(keys.shape), values.new_zeros(values.shape)
-    for block in _blocks_of(start, end, q, k):
-        own, read = block.rows, block.keys
-        weights = _scores(rows, keys, block, k).sub_(shift[:, own]).exp2_()
-        ds = torch.bmm(do[:, own], values[:, read].mT).sub_(delta[:, own]).mul_(weights)
-        dqs.append(torch.bmm(ds, keys[:, read]))
-        dk[:, read].baddbmm_(ds.mT, rows[:, own])
-        dv[:, read].baddbmm_(weights.mT, do[:, own])
-    dq = _by_head(torch.cat(dqs, 1).mul_(scale), q, k)
-    return dq, dk.mul_(_LN_2).view(k.shape), dv.view(v.shape)
+    bias, _ = _mask_of(start, end, q, k)
+    given, dtype = _alike(q, k, v), lse_dtype(q)
+    row_lse = lse.to(dtype).masked_fill_(lse == -math.inf, 0)
+    if not _is_exact(row_lse):
+        return None
+    of_out = [_padded(x.to(dtype), given[0].shape[3]) for x in (grad_out, out)]
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        of_out[0], *given, of_out[1], row_lse, 0.0, False, attn_mask=bias, scale=scale
+    )
+    dq, dk, dv = (x[..., : y.shape[3]] for x, y in zip(grads, (q, k, v), strict=True))
+    if not bool((dq.sum() + dk.sum()).isfinite()):
+        return None
+    if q.shape[1] > k.shape[1]:  # summed over the query heads that read a head
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()  # as compiled code is told
 
 
 def split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -106,43 +76,33 @@ def split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return shift, rest.exp2_().to(dtype)
 
 
-def _by_query(x: Tensor, k: Tensor) -> Tensor:
-    """``[B, H, Q, D]`` as ``[B * K, Q * G, D]``, so that the queries of a block lie side by side."""
-    return x.unflatten(1, (k.shape[1], -1)).transpose(2, 3).reshape(k.shape[0] * k.shape[1], -1, x.shape[3])
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """q, k and v in one dtype, with equally many heads and features, as torch's kernel wants them."""
+    dtype, dim, group = lse_dtype(q), max(q.shape[3], v.shape[3]), q.shape[1] // k.shape[1]
+    wide = [_padded(x.to(dtype), dim) for x in (q, k, v)]
+    return wide if group == 1 else [wide[0], *(x.repeat_interleave(group, 1) for x in wide[1:])]
 
 
-def _by_head(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """``[B * K, Q * G, D]`` as ``[B, H, Q, D]``."""
-    # Contiguous, as compiled code is told: with one K/V head the reshape is a view.
-    return x.view(*k.shape[:2], q.shape[2], -1, x.shape[2]).transpose(2, 3).reshape(*q.shape[:3], -1).contiguous()
+def _padded(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
-def _scores(rows: Tensor, keys: Tensor, block: _Block, k: Tensor) -> Tensor:
-    """``[B * K, R * G, keys]``, times log2 e; -inf where masked."""
-    scores = torch.bmm(rows[:, block.rows], keys[:, block.keys].mT)
-    scores.view(*k.shape[:2], block.bias.shape[2], -1, scores.shape[2]).add_(block.bias)
-    return scores
+def _is_exact(lse: Tensor) -> bool:
+    """Whether this lse, where it is float32, is as exact as the scores; NaN is not."""
+    return lse.dtype == torch.float64 or bool(lse.abs().amax() <= _LARGE_LSE)
 
 
-def _blocks_of(start: Tensor, end: Tensor, q: Tensor, k: Tensor) -> tuple[_Block, ...]:
+def _mask_of(start: Tensor, end: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     first, last = start.numpy(), end.numpy()
-    group = q.shape[1] // k.shape[1]
-    return _blocks(first.tobytes(), last.tobytes(), first.shape, first.dtype.str, group, lse_dtype(q))
+    return _dense_mask(first.tobytes(), last.tobytes(), first.shape, first.dtype.str, k.shape[2], lse_dtype(q))
 
 
 @functools.lru_cache(maxsize=8)  # layers, their forwards and backwards have the same few masks
-def _blocks(
-    start: bytes, end: bytes, shape: tuple[int, ...], kind: str, group: int, dtype: torch.dtype
-) -> tuple[_Block, ...]:
-    """The blocks of spans ``[B or 1, N, Q]``."""
+def _dense_mask(
+    start: bytes, end: bytes, shape: tuple[int, ...], kind: str, num_keys: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Of spans ``[B or 1, N, Q]``: 0 where a query reads a key and -inf elsewhere, and which rows have no key."""
     first, last = (np.frombuffer(x, kind).reshape(*shape, 1) for x in (start, end))
-    number, blocks = -(-shape[2] // _MOST_QUERIES), []
-    for i in range(number):
-        own = slice(i * shape[2] // number, (i + 1) * shape[2] // number)
-        lower, upper = first[:, :, own], last[:, :, own]
-        stop = max(1, int(upper.max(initial=0, where=lower < upper)))
-        key = np.arange(int(lower.min(initial=stop - 1, where=lower < upper)), stop, dtype=kind)
-        reads = torch.from_numpy(((lower <= key) & (key < upper)).any(1))
-        bias = torch.where(reads, 0.0, -math.inf).to(dtype)[:, None, :, None]
-        blocks.append(_Block(slice(group * own.start, group * own.stop), slice(int(key[0]), stop), bias))
-    return tuple(blocks)
+    key = np.arange(num_keys, dtype=kind)
+    reads = torch.from_numpy(((first <= key) & (key < last)).any(1))[:, None]
+    return torch.where(reads, 0.0, -math.inf).to(dtype), ~reads.any(-1)

@@ -142,6 +142,11 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # on every rank, before an exchange of K/V
+            raise NotImplementedError(
+                "second derivatives through context_parallel_attention are not supported; call backward without "
+                "create_graph=True"
+            )
         out, lse = ctx.saved_tensors
         if grad_lse is not None:
             grad_lse = torch.where(lse == -torch.inf, 0, grad_lse)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spanwise import _torch
 from spanwise.attention.kernels import _dense
 from spanwise.attention.kernels._engine import NO_KEY, Engine
 from spanwise.attention.kernels._flops import count_flops
@@ -57,8 +58,7 @@ class Sdpa(Kernel):
         return _Part.apply(*queries, k, v, chunk.start, chunk.end, options.scale_for(k), options.softcap)
 
 
-@torch.library.custom_op("spanwise::sdpa", mutates_args=())
-def _sdpa(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -72,9 +72,9 @@ def _sdpa(
     A float32 lse of 10,000 is wrong by up to 5e-4, and so would be all weights that the backward recomputes from it.
     """
     if _dense.is_small(q, k, softcap):
-        out, lse = _dense.forward(q, k, v, start, end, scale)
-        if _are_finite(out):
-            return out, lse
+        found = _dense.forward(q, k, v, start, end, scale)
+        if found is not None:
+            return found
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=engine.dtype)
     totals, tops = torch.ones(q.shape[:3], dtype=torch.float64), torch.full(q.shape[:3], NO_KEY, dtype=torch.float64)
@@ -120,7 +120,10 @@ def _fill(
         tops[b].unflatten(0, heads)[:, :, rows] = top.view(*heads, -1)
 
 
-@_sdpa.register_fake
+_OP = torch.library.custom_op("spanwise::sdpa", mutates_args=())(_forward)
+
+
+@_OP.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, start: Any, end: Any, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -128,8 +131,7 @@ def _(
     return out, q.new_empty(q.shape[:3], dtype=torch.float64)
 
 
-@torch.library.custom_op("spanwise::sdpa_backward", mutates_args=())
-def _sdpa_backward(
+def _backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -146,10 +148,10 @@ def _sdpa_backward(
 
     The gradients belong to the attention whose results `out` and `lse` are: over these keys, or over more.
     """
-    if _dense.is_small(q, k, softcap):
-        dq, dk, dv = _dense.backward(grad_out, grad_lse, (q, k, v, out, lse), start, end, scale)
-        if _are_finite(dq, dk):
-            return dq, dk.to(k.dtype), dv.to(v.dtype)
+    if grad_lse is None and _dense.is_small(q, k, softcap):
+        found = _dense.backward(grad_out, (q, k, v, out, lse), start, end, scale)
+        if found is not None:
+            return found[0], found[1].to(k.dtype), found[2].to(v.dtype)
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     tensors = grad_out, grad_lse, q, k, v, out, lse
     dq, dk, dv = _gradients(engine, tensors, start, end, careful=False)
@@ -162,7 +164,7 @@ def _sdpa_backward(
 def _gradients(
     engine: Engine, tensors: tuple[Any, ...], start: Tensor, end: Tensor, *, careful: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq over the scale, dk over `engine.unscale`, and dv, as they are computed from arguments of `_sdpa_backward`."""
+    """dq over the scale, dk over `engine.unscale`, and dv, as they are computed from arguments of `_backward`."""
     grad_out, grad_lse, q, k, v, out, lse = tensors
     heads = (engine.kv_heads, engine.group)
     dq = torch.zeros(q.shape, dtype=engine.dtype)
@@ -217,7 +219,10 @@ def _add_columns(
         column += k1 - k0
 
 
-@_sdpa_backward.register_fake
+_BACKWARD_OP = torch.library.custom_op("spanwise::sdpa_backward", mutates_args=())(_backward)
+
+
+@_BACKWARD_OP.register_fake
 def _(
     grad_out: Any,
     grad_lse: Any,
@@ -277,7 +282,9 @@ class _Part(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, start, end)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.softcap = scale, softcap
-        out, lse = torch.ops.spanwise.sdpa(q, k, v, start, end, scale, softcap)
+        # Where nothing traces or counts operators, the function itself: 60 us less, and 30 in the backward.
+        forward = _forward if _torch.is_readable(q) else torch.ops.spanwise.sdpa
+        out, lse = forward(q, k, v, start, end, scale, softcap)
         ctx.mark_non_differentiable(out, lse)
         return out, lse, *tokens(out, lse, q.dtype)
 
@@ -285,5 +292,6 @@ class _Part(torch.autograd.Function):
     def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:
         q, k, v, *spans = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = torch.ops.spanwise.sdpa_backward(grad_out, grad_lse, q, k, v, out, lse, *spans, ctx.scale, ctx.softcap)
+        backward = _backward if _torch.is_readable(q) else torch.ops.spanwise.sdpa_backward
+        grads = backward(grad_out, grad_lse, q, k, v, out, lse, *spans, ctx.scale, ctx.softcap)
         return None, *grads, None, None, None, None
