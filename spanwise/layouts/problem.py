@@ -6,7 +6,7 @@ does not assign whole blocks. `assignment.assign_layout` runs one and checks its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast, runtime_checkable
@@ -156,9 +156,14 @@ def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
     >>> offsets_of_documents([SpanMask.documents([0, 3, 8])], row=0)
     array([0, 3, 8])
     """
-    length = masks[0].q_len
-    of = (slot.crossed for mask in masks for slot in mask.even_runs(row if mask.batch_size > 1 else 0))
-    return np.concatenate([[0], ragged_arange(even_runs.outside(of, length)), [length]])
+    return np.concatenate([[0], cuts(masks, [row]), [masks[0].q_len]])
+
+
+def cuts(masks: Sequence[SpanMask], rows: Iterable[int]) -> Int64:
+    """Positions inside the sequence that no span of any mask crosses in these batch rows, ascending."""
+    at = [(mask, row % mask.batch_size) for row in rows for mask in masks]
+    of = (slot.crossed for mask, row in at for slot in mask.even_runs(row))
+    return ragged_arange(even_runs.outside(of, masks[0].q_len))
 
 
 @runtime_checkable

@@ -31,22 +31,22 @@ def num_rows(mask: SpanMask, layout: Layout) -> int:
 
 def area(mask: SpanMask, layout: Layout, batch_size: int) -> Int64:
     """(query, key) pairs of each group, summed over batch rows; int64 ``[G]``."""
-    total = _zeros(layout)
-    for row in range(batch_size):
+    total, rows = _zeros(layout), num_rows(mask, layout)
+    for row in range(rows):
         group, of = _cut(mask, layout, row)
         np.add.at(total, group, of.pairs)
-    return _frozen(total)
+    return _frozen(total * (batch_size // rows))
 
 
 def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
     """(query, key) pairs of :func:`area` whose keys the group holds; int64 ``[G]``."""
     if layout.num_ranks == 1:
         return area(mask, layout, batch_size)  # quicker
-    total = _zeros(layout)
-    for row in range(batch_size):
+    total, rows = _zeros(layout), num_rows(mask, layout)
+    for row in range(rows):
         keys = kv_layout.pieces(row_of(kv_layout, row))
         total += _pairs_inside(*_cut(mask, layout, row), keys, layout.num_ranks)
-    return _frozen(total)
+    return _frozen(total * (batch_size // rows))
 
 
 def pairs_over(mask: SpanMask, layout: Layout, keys: list[Int64], batch_size: int) -> Int64:

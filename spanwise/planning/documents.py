@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from spanwise.layouts.packing import Packing, Side
+from spanwise.layouts.problem import cuts
 from spanwise.layouts.runs import ragged_arange
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.layouts.traffic import row_of
@@ -37,7 +38,7 @@ def packings(plan: PlanData, side: Side = "q", *, state: bool = False) -> list[P
         )
     if plan.causal:
         return [Packing([0, plan.seq_len])]
-    if len(possible := cuts(plan.masks.values(), plan.seq_len)):
+    if len(possible := cuts(list(plan.masks.values()), range(plan.batch_size))):
         raise ValueError(
             f"no span of the mask crosses token {possible[0]}, so a document may start there, and spans alone do not "
             f"tell; pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
@@ -114,12 +115,6 @@ def _positions(packing: Packing, tokens: Int64) -> Int64:
     inside = np.clip(sequence, 0, packing.num_sequences - 1)
     position = tokens - packing.q_offsets[inside]
     return np.where((sequence == inside) & (position < packing.q_lens[inside]), position, 0)
-
-
-def cuts(masks: Iterable[SpanMask], seq_len: int) -> Int64:
-    """Positions in ``(0, seq_len)`` that no span of any mask and batch row crosses, ascending."""
-    of = (slot.crossed for mask in masks for row in range(mask.batch_size) for slot in mask.even_runs(row))
-    return ragged_arange(even_runs.outside(of, seq_len))
 
 
 def branches(masks: Iterable[SpanMask], seq_len: int) -> Int64:
