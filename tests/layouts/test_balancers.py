@@ -128,6 +128,12 @@ def test_lpt_by_hand():
     assert spt.assign(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2).tolist() == [[0, 1, 1, 1, 0, 0]]
 
 
+def test_a_short_last_block_is_on_rank_0():
+    # Blocks of 10, 26, 42 and 13 pairs: by work alone the last would follow the second, on the other rank than 42.
+    layout = assign_layout("lpt", problem_of(SpanMask.causal(13), block_size=4), 2)
+    assert layout.indices(0)[-1] == 12
+
+
 def test_lpt_with_and_without_equal_tokens():
     # One block outweighs all others: with equal counts its rank must take a second one, without it need not.
     work = stub_problem(block_area=[10, 1, 1, 1])

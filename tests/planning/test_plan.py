@@ -111,6 +111,11 @@ def test_same_inputs_same_fingerprint_and_everything_that_must_agree_changes_it(
         make_plan(DOCUMENTS, **base, cu_seqlens=[0, 100]),
         make_plan(DOCUMENTS, **base, hardware=Hardware("slow", 1e12, 1e12, 1e12, 1e12, 1e9, (Link(1e9, 1e-3),))),
     ]
+    other = make_plan(DOCUMENTS, **base | {"balancer": "head_tail"})
+    plan.count()
+    others += [plan.replace(kv_layout=other.layout), plan.replace(layout=other.layout)]
+    assert others[-1].work().tolist() == other.work().tolist() != plan.work().tolist()
+    assert plan.replace(reason="told in other words") == plan
     prints = {p.fingerprint for p in others} | {plan.fingerprint}
     assert len(prints) == len(others) + 1
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise import H100, make_plan
+from spanwise import H100, SpanMask, make_plan
 from spanwise.layouts import traffic as areas_of
 from spanwise.layouts.layout import Layout
 from spanwise.planning.costs import _chunk_pairs
@@ -197,3 +198,11 @@ def test_hops(problem: tuple[Plan, Dense]) -> None:
         assert (areas.sum(axis=1).round() + local).tolist() == (plan.work() * plan.inner)[
             :: plan.inner
         ].round().tolist()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_counted_chunks_rotate_as_their_moves(stages: int) -> None:
+    plan = make_plan(SpanMask.causal(512), 5, exchange="needed", balancer="head_tail", stages=stages, block_size=4)
+    route = plan.route()
+    assert len(route.tokens) == stages
+    assert dataclasses.replace(route, counted=None).tokens.tolist() == route.tokens.tolist()
