@@ -20,8 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from decoder import Decoder
-from rich import print
-from rich.table import Table
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -184,21 +182,21 @@ class Run:
         """Print the table that ends a run; False if one device disagrees."""
         columns = {name: np.array([row[name] for row in self.rows if name in row]) for name in self.rows[0]}
         losses, limits, proved = columns["loss"], TOLERANCES[self.args.dtype], True
-        table = Table(title="train_packed", show_header=False)
-        table.add_row("ranks", f"{self.ranks.size()} (dp {self.mesh.size(0)} × cp {self.cp.size()})")
-        table.add_row("steps", f"{len(losses)}")
-        table.add_row("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}")
-        table.add_row("tokens/s, median", f"{np.median(columns['tokens_per_second']):,.0f}")
-        table.add_row("imbalance, mean (max / mean work)", f"{columns['imbalance'].mean():.3f}")
-        table.add_row("K/V tokens received, largest rank", f"{columns['recv_tokens'].mean():,.0f} a layer")
+        table = {}
+        table["ranks"] = f"{self.ranks.size()} (dp {self.mesh.size(0)} × cp {self.cp.size()})"
+        table["steps"] = f"{len(losses)}"
+        table["loss"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
+        table["tokens/s, median"] = f"{np.median(columns['tokens_per_second']):,.0f}"
+        table["imbalance, mean (max / mean work)"] = f"{columns['imbalance'].mean():.3f}"
+        table["K/V tokens received, largest rank"] = f"{columns['recv_tokens'].mean():,.0f} a layer"
         if errors := [columns[name] for name in ("loss_error", "gradient_error") if name in columns]:
             proved = all(e.max() <= limit for e, limit in zip(errors, limits, strict=True))  # NaN is not
-            table.add_row("one device, steps compared", f"{len(errors[0])}")
-            table.add_row("largest loss difference", f"{errors[0].max():.2e}, at most {limits[0]:g}")
-            table.add_row("largest gradient difference", f"{errors[1].max():.2e}, at most {limits[1]:g}")
-            table.add_row("the same as one device", "proved" if proved else "FAILED")
-        table.add_row("written to", f"{self.args.out}")
-        print(table)
+            table["one device, steps compared"] = f"{len(errors[0])}"
+            table["largest loss difference"] = f"{errors[0].max():.2e}, at most {limits[0]:g}"
+            table["largest gradient difference"] = f"{errors[1].max():.2e}, at most {limits[1]:g}"
+            table["the same as one device"] = "proved" if proved else "FAILED"
+        table["written to"] = f"{self.args.out}"
+        print("\ntrain_packed", *(f"{name:34} │ {value}" for name, value in table.items()), sep="\n")
         return proved
 
 

@@ -39,7 +39,7 @@ def steps(folder: Path) -> list[dict[str, float]]:
 
 def proved(done: subprocess.CompletedProcess[str], count: int) -> bool:
     """Whether the table says that `count` steps are the same as on one device."""
-    compared = re.search(rf"one device, steps compared +│ {count} ", done.stdout)
+    compared = re.search(rf"one device, steps compared +│ {count}$", done.stdout, re.MULTILINE)
     return bool(compared and re.search(r"the same as one device +│ proved", done.stdout))
 
 
