@@ -140,6 +140,14 @@ def overlap() -> str:
     return table(header, body)
 
 
+def pieces() -> str:
+    body = []
+    for row in load("overlap-split")["rows"]:
+        times = [f"{row[key]:.1f}" for key in ("whole", "whole_bound", "floor", "split")]
+        body.append([f"{row['graph']}, {row['batch']}", *times, str(row["pieces"])])
+    return table(["graph, batch", "whole", "bound", "floor", "in pieces", "pieces"], body)
+
+
 SHOWN = ("spanwise / own", "spanwise / PyTorch", "spanwise / greedy", "spanwise, buckets / PyTorch, buckets",
          "spanwise / bound", "PyTorch / bound")  # fmt: skip
 
@@ -360,6 +368,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "exchanges": exchanges,
     "peers": peers,
     "overlap": overlap,
+    "pieces": pieces,
     "noise": noise,
     "overlap link": overlap_link,
     "zoo": zoo,

@@ -69,7 +69,7 @@ def _factors(rows: list[Row], found: list[Result]) -> dict[str, list[float]]:
         if row.group in ("e2e-train", "overlap-train"):
             try:
                 nominal += [pair.measured / pair.predicted for pair in predict.pairs(row)]
-            except (ValueError, KeyError):
+            except predict.NOT_EXPRESSED:
                 continue
     steps = [one for one in found if one["group"] in ("e2e-train", "overlap-train") and "ratio" in one]
     return {
@@ -86,8 +86,8 @@ def _predicted(row: Row, factor: float, fixed: float, fitted: int | None) -> lis
     base = {"id": row.id, "source": row.source, "group": row.group, "packed": row.packed}
     try:
         pairs = predict.pairs(row, factor, fixed)
-    except (ValueError, KeyError) as error:
-        return [base | {"reason": str(error)}]
+    except predict.NOT_EXPRESSED as error:
+        return [base | {"reason": str(error) if isinstance(error, ValueError) else repr(error)}]
     comparison = {key: value for key, value in row.setting.items() if key not in _COMPARED}
     words = next((str(row.setting[key]) for key in _COMPARED if key in row.setting), "")
     ranks = row.setting.get("cp", 1) or 1

@@ -21,6 +21,10 @@ _REFUSED = {
 }
 
 
+# What a row raises that lacks a number or has it in another form.
+NOT_EXPRESSED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """One measurement of a row: its name, and seconds."""
@@ -132,7 +136,7 @@ def memory(rows: list[Row]) -> list[float]:
         sizes = [value * 2.0**30 for name, value in row.measured.items() if name == "memory_gib" and value]
         try:
             run = training.run_of(row.setting, machines.machine_of(words) or machines.H100)
-        except (ValueError, KeyError):
+        except NOT_EXPRESSED:
             continue
         found += [size / run.memory for size in sizes if "offload" not in words]
     return found
