@@ -13,7 +13,7 @@ GPU_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all versions check docs bench gpu dist clean
+.PHONY: help setup demo test test-all versions check docs bench gpu cuda-check dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,10 +71,15 @@ bench: $(STAMP)  ## measure, print a table, write JSON
 gpu: $(STAMP)  ## run all that needs a CUDA device, in ten minutes (GPU_ARGS='--only parity'; --dry: on a CPU)
 	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
 
+cuda-check:  ## compile the CUDA kernels without a device (puts a CUDA build of torch, 6 GB, into .cuda)
+	test -x .cuda/bin/python || $(PYTHON) -m venv .cuda
+	.cuda/bin/python -m pip install -q --disable-pip-version-check torch==2.14.1 numpy numba
+	.cuda/bin/python -W ignore -m benchmarks.cuda_compile
+
 dist: $(STAMP)  ## build dist/*.tar.gz and, from it, dist/*.whl
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
 clean:  ## remove .venv, caches, runs and dist
-	rm -rf $(VENV) .versions runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions .cuda runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find spanwise tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

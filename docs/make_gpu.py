@@ -1,8 +1,8 @@
-"""Write gpu.md from benchmarks/results/gpu/campaign.json, which ``make gpu`` writes on a machine with a GPU.
+"""Write gpu.md from what ``make gpu`` measures on a machine with a GPU, and ``make cuda-check`` compiles without one.
 
     python docs/make_gpu.py
 
-No number of that page is typed. Without a result, or with that of a dry run, the page says that nothing has run.
+No number of that page is typed. Without a result of a GPU, or with that of a dry run, it says that nothing has run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,36 @@ from typing import Any
 from pages import DOCS, filled, table
 
 RESULT = DOCS.parent / "benchmarks" / "results" / "gpu" / "campaign.json"
+COMPILED = DOCS.parent / "benchmarks" / "results" / "cuda-compile.json"
 Row = dict[str, Any]
 _NOT_RUN = "**The code has not run on a GPU yet.**"
 
 
 def page(text: str, found: Row | None) -> str:
     """gpu.md with its block made anew from a result, None if there is none."""
-    return filled(text, Path(__file__).name, {"results": results(found)})
+    made = compiled(json.loads(COMPILED.read_text()))
+    return filled(text, Path(__file__).name, {"results": results(found), "compiled": made})
+
+
+def compiled(found: Row) -> str:
+    """Figures of the forward and the backward of each case; torch's own spills in parentheses."""
+    body = []
+    for name, row in found["cases"].items():
+        kernels, plain = (_attention(of) for of in (row, row["plain"]))
+        spills = [
+            f"{kernel['spilled']:,}" + (f" ({other['spilled']:,})" if other else "")
+            for kernel, other in zip(kernels, plain or [None] * len(kernels), strict=True)
+        ]
+        figures = ([f"{kernel[what]:,}" for kernel in kernels] for what in ("registers", "shared"))
+        registers, shared = map("; ".join, figures)
+        body.append([name, registers, shared, "; ".join(spills)])
+    versions = f"torch {found['torch']}, Triton {found['triton']}, {found['target']}."
+    header = ["case", "registers", "shared memory, bytes", "spilled, bytes (torch's)"]
+    return f"{versions}\n\n{table(header, body)}"
+
+
+def _attention(row: Row | None) -> list[Row]:
+    return [kernel for kernel in row["kernels"] if kernel["name"].startswith("triton_tem")] if row else []
 
 
 def results(found: Row | None) -> str:

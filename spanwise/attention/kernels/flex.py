@@ -176,15 +176,16 @@ def _has_no_key(chunk: Chunk) -> Tensor:
 
 def _mask_mod(start: Tensor, end: Tensor) -> Mod:
     """FlexAttention's ``(b, h, q_idx, kv_idx) -> bool`` for spans ``[B or 1, N, Q]``."""
-    pairs = tuple(zip(start.unbind(1), end.unbind(1), strict=True))
     batched = start.shape[0] > 1
+    # A row 0 inside the function would be a constant, which torch copies to the device while it traces.
+    pairs = tuple(zip(start.unbind(1), end.unbind(1), strict=True) if batched else zip(start[0], end[0], strict=True))
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        row = b if batched else 0
+        row = (b, q_idx) if batched else (q_idx,)
         first, last = pairs[0]
-        inside = (kv_idx >= first[row, q_idx]) & (kv_idx < last[row, q_idx])
+        inside = (kv_idx >= first[row]) & (kv_idx < last[row])
         for first, last in pairs[1:]:
-            inside = inside | ((kv_idx >= first[row, q_idx]) & (kv_idx < last[row, q_idx]))
+            inside = inside | ((kv_idx >= first[row]) & (kv_idx < last[row]))
         return inside
 
     return mask_mod
@@ -196,8 +197,10 @@ def _score_mod(options: AttentionOptions, q_pos: Tensor, kv_pos: Tensor) -> Mod 
     if score_mod is None and softcap is None:
         return None
 
+    q_pos, kv_pos = (x[0] if x.shape[0] == 1 else x for x in (q_pos, kv_pos))
+
     def position(table: Tensor, b: Tensor, index: Tensor) -> Tensor:
-        return table[b if table.shape[0] > 1 else 0, index]
+        return table[index] if table.dim() == 1 else table[b, index]
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if score_mod is not None:
