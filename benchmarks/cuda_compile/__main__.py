@@ -106,14 +106,15 @@ def _tensors(case: Row, q_len: int, kv_len: int) -> tuple[Any, ...]:
 def _ours(case: Row, q_len: int, kv_len: int) -> None:
     import torch
 
-    from spanwise.attention.kernels.flex import flex
+    from spanwise.attention.kernels.base import AttentionOptions, Chunk
+    from spanwise.attention.kernels.table import KERNELS
 
-    q, k, *rest = _tensors(case, q_len, kv_len)
-    options: Row = {"softcap": case.get("softcap"), "scale": q.shape[3] ** -0.5}
-    if case.get("score_mod"):
-        positions = (torch.empty(1, x.shape[2], device="cuda", dtype=torch.int32) for x in (q, k))
-        options |= dict(zip(("q_pos", "kv_pos"), positions, strict=True)) | {"score_mod": _distance}
-    flex(q, k, *rest, **options)
+    q, k, v, start, end, tables = _tensors(case, q_len, kv_len)
+    q_pos, kv_pos = (torch.empty(1, x.shape[2], device="cuda", dtype=torch.int64) for x in (q, k))
+    chunk, kernel = Chunk(start, end, kv_pos, tables), KERNELS["flex"]
+    options = AttentionOptions(None, _distance if case.get("score_mod") else None, case.get("softcap"))
+    kernel.check(q, k, v, chunk, options)
+    kernel.attend(q, k, v, chunk, q_pos, options)
 
 
 def _plain(case: Row, q_len: int, kv_len: int) -> None:
