@@ -81,6 +81,11 @@ def test_fit_stands_calls_that_waited_for_the_processor() -> None:
     assert 0 <= link.latency <= 2e-3 and 1e8 < link.bandwidth < 1e9
 
 
+def test_no_fixed_time_is_negative() -> None:
+    link, _, _ = fit_link([("all_gather", 10.0**n, 2e-9 * 10.0**n - 1e-6) for n in range(3, 8)])
+    assert link.latency >= 0
+
+
 def test_fit_finds_the_link_and_what_a_backend_moves() -> None:
     factors = {"all_gather": 1.25, "reduce_scatter": 2.0, "all_to_all": 1.0}
     samples = [(c, 4.0**n, 5e-4 + f * 4.0**n / 25e6) for c, f in factors.items() for n in range(6, 12)]
@@ -165,6 +170,8 @@ def test_host_names_tell_the_levels(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(4, scattered_hosts, ["a", "b", "c", "d"]) == [4] * 4  # one level, between hosts
     with pytest.raises(ValueError, match=r"ranks consecutive, got \[\('a', 1\), \('b', 1\), \('a', 2\)\]"):
         gloo_pool.run(4, scattered_hosts, ["a", "b", "a", "a"])
+    with pytest.raises(ValueError, match="ranks consecutive"):
+        gloo_pool.run(4, scattered_hosts, ["a", "b", "a", "b"])
     with pytest.raises(ValueError, match=r"one size.*\[\('a', 3\), \('b', 1\)\]"):
         gloo_pool.run(4, scattered_hosts, ["a", "a", "a", "b"])
 
