@@ -359,7 +359,8 @@ def inside_transform() -> bool:
 
 def is_batched(x: torch.Tensor) -> bool:
     """Whether `x` is inside a vmap that maps over it; also in compiled code."""
-    return torch._C._functorch.is_batchedtensor(x)
+    # This call passes by `__torch_function__`, and a graph would get a marked output of a model as it is.
+    return torch._C._functorch.is_batchedtensor(x if type(x) is torch.Tensor else x.view_as(x))
 
 
 def has_tangent(x: torch.Tensor) -> bool:

@@ -118,17 +118,21 @@ def test_places_in_the_outputs_of_a_rank() -> None:
 
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
-@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")  # of inductor
+@pytest.mark.filterwarnings("ignore:.*(script_method. is deprecated|be instantiated):DeprecationWarning")  # of torch
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_functions_of_a_ranks_outputs(backend: str) -> None:
     torch._dynamo.reset()
     plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 20, 64]), 2)
     weight, labels = torch.randn(1, 32, 50, dtype=torch.float64), torch.arange(32)
 
+    def ours(logits: torch.Tensor) -> torch.Tensor:
+        scores = spanwise.token_logprobs(logits, labels[None], temperature=0.7)
+        return spanwise.cross_entropy(logits, labels[None], None) + scores.sum()
+
     def loss(logits: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
         logits /= 3  # in place: gradients flow through what the caller has
         rest = torch.stack([logits, *more]).sum(0)[:, :, :40] * 2 + logits.mean(-1, keepdim=True)
-        return torch.nn.functional.cross_entropy(rest.flatten(0, 1), labels) + logits[:, -1].square().sum()
+        return functional.cross_entropy(rest.flatten(0, 1), labels) + logits[:, -1].square().sum() + ours(logits)
 
     results = []
     for function in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
