@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spanwise.planning.plan import Plan
 from tests.oracle import chunk_of
@@ -185,3 +187,10 @@ def check_held(plan: Plan, dense: Dense) -> None:
 @given(problems())
 def test_held_bytes(problem: tuple[Plan, Dense]) -> None:
     check_held(*problem)
+
+
+@pytest.mark.parametrize("exchange", ["needed", "ring"])
+@settings(max_examples=75)
+@given(data=st.data())
+def test_held_bytes_of_pieces_on_one_level(exchange: str, data: st.DataObject) -> None:
+    check_held(*data.draw(problems(exchange, 1)))
