@@ -98,7 +98,7 @@ class Hardware:
     edge_pairs: float = 0.0
     wire: tuple[tuple[str, float], ...] = ()
     source: str = ""
-    # PCIe 5.0 x16 has 63 GB/s each way; NVIDIA's blog post on nvbandwidth shows 55.6 for host_to_device_memcpy_ce.
+    # PCIe 5.0 x16 has 63 GB/s each way; guides to nvbandwidth show 55.6 for host_to_device_memcpy_ce.
     to_host: float = 55e9
     from_host: float = 55e9
 
