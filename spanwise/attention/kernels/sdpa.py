@@ -290,8 +290,8 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:
-        q, k, v, *spans = ctx.saved_tensors
+        q, k, v, start, end = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         backward = _backward if _torch.is_readable(q) else torch.ops.spanwise.sdpa_backward
-        grads = backward(grad_out, grad_lse, q, k, v, out, lse, *spans, ctx.scale, ctx.softcap)
+        grads = backward(grad_out, grad_lse, q, k, v, out, lse, start, end, ctx.scale, ctx.softcap)
         return None, *grads, None, None, None, None
