@@ -39,9 +39,8 @@ def compiled(found: Row) -> str:
         figures = ([f"{kernel[what]:,}" for kernel in kernels] for what in ("registers", "shared"))
         registers, shared = map("; ".join, figures)
         body.append([name, registers, shared, "; ".join(spills)])
-    versions = f"torch {found['torch']}, Triton {found['triton']}, {found['target']}."
     header = ["case", "registers", "shared memory, bytes", "spilled, bytes (torch's)"]
-    return f"{versions}\n\n{table(header, body)}"
+    return f"Compiled by {found['by']}.\n\n{table(header, body)}"
 
 
 def _attention(row: Row | None) -> list[Row]:

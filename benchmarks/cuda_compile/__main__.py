@@ -168,7 +168,7 @@ def main() -> int:
     import triton
 
     pretend.install()
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "target": "sm_90a"}
+    versions = {"by": f"torch {torch.__version__}, Triton {triton.__version__}, for sm_90a"}
     rows: dict[str, Row] = {}
     for name in args.only:
         case = CASES[name]
