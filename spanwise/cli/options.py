@@ -5,10 +5,16 @@ No torch is imported here, so that ``--help`` is quick. A command's module check
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 from tyro.conf import arg
+
+# A default that is nothing is not shown: the help's sentence says what happens then.
+_named = functools.partial(
+    arg, help_behavior_hint=lambda shown: f"(default: {shown})" if shown not in ("", "None") else ""
+)
 
 Balancer: TypeAlias = Literal[
     "auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local"
@@ -16,10 +22,10 @@ Balancer: TypeAlias = Literal[
 Exchange: TypeAlias = Literal["auto", "all_gather", "needed", "hierarchical", "ring", "ulysses"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 Device: TypeAlias = Literal["cpu", "cuda"]
-Preset: TypeAlias = Annotated[str, arg(metavar="{h100,h200,b200,cpu}|FILE")]
-Output: TypeAlias = Annotated[str | None, arg(metavar="FILE")]
-Bytes: TypeAlias = Annotated[int | None, arg(metavar="BYTES")]
-Count: TypeAlias = Annotated[int | None, arg(metavar="INT")]
+Preset: TypeAlias = Annotated[str, _named(metavar="{h100,h200,b200,cpu}|FILE")]
+Output: TypeAlias = Annotated[str | None, _named(metavar="FILE")]
+Bytes: TypeAlias = Annotated[int | None, _named(metavar="BYTES")]
+Count: TypeAlias = Annotated[int | None, _named(metavar="INT")]
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,12 @@ class PlanOptions:
         json: file for all figures.
     """
 
-    documents: Annotated[str | None, arg(metavar="FILE")] = None
-    column: Annotated[str | None, arg(metavar="NAME")] = None
-    data: Annotated[tuple[str, ...], arg(metavar="PATH ...")] = ()
+    documents: Annotated[str | None, _named(metavar="FILE")] = None
+    column: Annotated[str | None, _named(metavar="NAME")] = None
+    data: Annotated[tuple[str, ...], _named(metavar="PATH ...")] = ()
     seq_len: Count = None
     sequence: int = 0
-    window: Annotated[tuple[int] | tuple[int, int] | None, arg(metavar="LEFT [RIGHT]")] = None
+    window: Annotated[tuple[int] | tuple[int, int] | None, _named(metavar="LEFT [RIGHT]")] = None
     window_layers: Count = None
     bidirectional: bool = False
     heads: int = 32
@@ -80,11 +86,11 @@ class PlanOptions:
     balancer: Balancer = "auto"
     exchange: Exchange = "auto"
     block_size: int = 128
-    compare_ranks: Annotated[tuple[int, ...], arg(metavar="RANKS ...")] = ()
+    compare_ranks: Annotated[tuple[int, ...], _named(metavar="RANKS ...")] = ()
     global_batch: bool = False
     hidden_dim: Count = None
     max_tokens: Count = None
-    advise: Annotated[str | None, arg(metavar="CONFIG")] = None
+    advise: Annotated[str | None, _named(metavar="CONFIG")] = None
     html: Output = None
     json: Output = None
 
@@ -143,9 +149,9 @@ class OverlapOptions:
     exchange: Literal["needed", "all_gather"] = "needed"
     device: Device = "cuda"
     graph: str = "both"
-    load: Annotated[str | None, arg(metavar="FILE")] = None
+    load: Annotated[str | None, _named(metavar="FILE")] = None
     trust: bool = False
-    group: Annotated[tuple[str, ...], arg(metavar="NAME=RANKS ...")] = ()
+    group: Annotated[tuple[str, ...], _named(metavar="NAME=RANKS ...")] = ()
     dynamic_size: int = 4096
     hardware: Preset = "h100"
     costs: Literal["roofline", "measured"] = "roofline"
