@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spanwise.attention.kernels import _dense
 from spanwise.attention.kernels._engine import max_logit
 from spanwise.attention.kernels._tiles import plan_tiles
 from tests.kernel_calls import reference, sdpa
@@ -535,13 +536,17 @@ def test_sdpa_computes_only_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by opcheck itself, torch 2.14 on
-def test_opcheck() -> None:
-    case = make_case(MASKS["some_rows_empty"], dtype=torch.float32)
+@pytest.mark.parametrize("heads", [2, 4])
+def test_opcheck(heads: int) -> None:
+    """Two heads are a small problem, four are not."""
+    case = make_case(MASKS["some_rows_empty"], dtype=torch.float32, heads=heads, kv_heads=heads // 2)
+    assert _dense.is_small(case.q, case.k, None) == (heads == 2)
     q, k, v = case.q, case.k, case.v
     torch.library.opcheck(torch.ops.spanwise.sdpa.default, (q, k, v, *case.mask, 0.3, None))
     torch.library.opcheck(torch.ops.spanwise.sdpa.default, (q, k, v, *case.mask, 0.3, 2.0))
     out, lse = sdpa(q, k, v, *case.mask, scale=0.3)
-    args = (case.grad_out, case.grad_lse.float(), q, k, v, out, lse, *case.mask, 0.3)
+    grad_lse = None if heads == 2 else case.grad_lse.float()  # with one, a small problem is not computed otherwise
+    args = (case.grad_out, grad_lse, q, k, v, out, lse, *case.mask, 0.3)
     torch.library.opcheck(torch.ops.spanwise.sdpa_backward.default, args)
 
 

@@ -35,7 +35,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: 
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, False, attn_mask=bias, scale=scale)
     if not _is_exact(lse) or not bool(out.sum().isfinite()):
         return None
-    return out[..., : v.shape[3]].contiguous(), lse.double().masked_fill_(is_empty, -math.inf)
+    lse = lse.contiguous().double().masked_fill_(is_empty, -math.inf)
+    return out[..., : v.shape[3]].contiguous(), lse  # as compiled code is told
 
 
 def backward(
