@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import AuxOutput
 from torch.utils.checkpoint import checkpoint
 
 from spanwise import _torch
@@ -148,6 +149,19 @@ def test_matches_dense_with_several_spans_and_another_mask_in_each_row() -> None
         x = problem(random_mask(Q_LEN, 500, num_spans, batch=2, seed=num_spans))
         assert x.start.shape == (2, 4, Q_LEN)
         assert_near(flex(*x, scale=SCALE), oracle(*x.double()), label=f"{num_spans} spans")
+
+
+def test_the_lse_of_an_empty_row_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on a GPU may give another one than torch's dense stand-in."""
+    x, run = problem(some_empty(SpanMask.causal(Q_LEN))), flex_module._flex
+    empty = (x.end - x.start).sum(1) == 0
+
+    def another(*args: Any) -> tuple[torch.Tensor, AuxOutput]:
+        out, aux = run(*args)
+        return out, aux._replace(lse=aux.lse.masked_fill(empty[:, None], 0.0))
+
+    monkeypatch.setattr(flex_module, "_flex", another)
+    assert_near(flex(*x, scale=SCALE), oracle(*x.double()))
 
 
 def test_spare_capacity_is_not_read() -> None:

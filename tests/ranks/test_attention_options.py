@@ -21,6 +21,7 @@ CU = [0, 1, 17, 33, 50]
 MASK = SpanMask.documents(CU)
 PLAN = spanwise.make_plan(MASK, 3, balancer="ptrr", exchange="all_gather", block_size=4)
 RELAYED = spanwise.make_plan(MASK, 3, balancer="ptrr", exchange="hierarchical", block_size=4, hardware=HOSTS)
+TRADED = spanwise.make_plan(MASK, 2, balancer="ptrr", exchange="ulysses", block_size=4)
 VISIBLE = torch.from_numpy(MASK.dense())
 
 
@@ -146,20 +147,23 @@ def test_score_mod_sees_the_row_of_a_mask_for_each_row(exchange: dict) -> None:
             assert relative_error(grad, plan.shard(leaf.grad, rank, dim=2)) <= 1e-10
 
 
-@pytest.mark.parametrize("softcap", [None, 0.5])
-def test_max_logit(softcap: float | None) -> None:
+@pytest.mark.parametrize(("softcap", "plan"), [(None, PLAN), (0.5, PLAN), (None, TRADED)], ids=named)
+def test_max_logit(softcap: float | None, plan: spanwise.Plan) -> None:
+    """Also of heads with negative scores alone, which under Ulysses another rank has."""
     problem = make_problem(MASK.dense())
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64).view(1, 4, 1, 1)
+    problem = problem._replace(q=problem.q.abs() * signs, k=problem.k.abs())
     cap = (lambda s: s) if softcap is None else (lambda s: softcap * torch.tanh(s / softcap))
     expected = dense(*problem[:3], cap)[2].amax(dim=(0, 2, 3))
 
     def on_rank(rank: int, mesh: object) -> torch.Tensor:
-        mine = [spanwise.shard(PLAN, mesh, x, dim=2) for x in problem[:3]]
+        mine = [spanwise.shard(plan, mesh, x, dim=2) for x in problem[:3]]
         request = AuxRequest(max_logit=True)
-        _, aux = spanwise.context_parallel_attention(*mine, PLAN, mesh, softcap=softcap, return_aux=request)
+        _, aux = spanwise.context_parallel_attention(*mine, plan, mesh, softcap=softcap, return_aux=request)
         assert aux.lse is None
         return aux.max_logit
 
-    for got in run_ranks(3, on_rank):
+    for got in run_ranks(plan.layout.num_ranks, on_rank):
         torch.testing.assert_close(got.double(), expected, rtol=1e-10, atol=0)
 
 

@@ -194,7 +194,7 @@ def test_what_travels(num_heads: int, kv_heads: int, num_ranks: int) -> None:
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_heads", "kv_heads", "num_ranks"), [(64, 1, 16), (10, 2, 5), (12, 4, 3)])
+@pytest.mark.parametrize(("num_heads", "kv_heads", "num_ranks"), [(64, 1, 16), (10, 2, 5), (12, 4, 3), (12, 3, 4)])
 def test_gradients_of_shared_heads_are_summed_in_float32(num_heads: int, kv_heads: int, num_ranks: int) -> None:
     """A K/V head gets 256 from whoever computes its first query head and 1 from others."""
     tokens = deal([2] * num_ranks, 1, seed=0)
