@@ -50,7 +50,7 @@ def backward(
     q, k, v, out, lse = tensors
     bias, _ = _mask_of(start, end, q, k)
     given, dtype = _alike(q, k, v), lse_dtype(q)
-    row_lse = lse.to(dtype).masked_fill_(lse == -math.inf, 0)
+    row_lse = lse.to(dtype).masked_fill(lse == -math.inf, 0)
     if not _is_exact(row_lse):
         return None
     of_out = [_padded(x.to(dtype), given[0].shape[3]) for x in (grad_out, out)]
