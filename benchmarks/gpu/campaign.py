@@ -64,13 +64,8 @@ def run(
         if limit < _LEAST:
             result = _result(step, "skipped", 0.0, 0.0, [], f"no time was left of {total:.0f} s")
         else:
-            begin, before = time.monotonic(), list(results)
-
-            def running(rows: list[Row], step: Step = step, limit: float = limit, begin: float = begin) -> None:
-                under_way = _result(step, "running", time.monotonic() - begin, limit, rows, "")
-                progress([*before, under_way])  # noqa: B023
-
-            result = _run_one(step, limit, cwd, running)
+            ended = list(results)
+            result = _run_one(step, limit, cwd, lambda running, ended=ended: progress([*ended, running]))
         results.append(result)
         report(result)
         progress(results)
@@ -83,7 +78,7 @@ def _result(step: Step, status: str, seconds: float, limit: float, rows: list[Ro
     }  # fmt: skip
 
 
-def _run_one(step: Step, limit: float, cwd: Path, running: Callable[[list[Row]], None]) -> Row:
+def _run_one(step: Step, limit: float, cwd: Path, changed: Callable[[Row], None]) -> Row:
     with tempfile.TemporaryDirectory(prefix="spanwise-gpu-") as folder:
         file, log = Path(folder, "rows"), Path(folder, "log")
         begin = time.monotonic()
@@ -93,7 +88,10 @@ def _run_one(step: Step, limit: float, cwd: Path, running: Callable[[list[Row]],
                 start_new_session=True,
             )  # fmt: skip
             try:
-                code = _watch(process, file, begin + limit, running)
+                code = _watch(
+                    process, file, begin + limit,
+                    lambda rows: changed(_result(step, "running", time.monotonic() - begin, limit, rows, "")),
+                )  # fmt: skip
             finally:
                 _end(process)
         seconds, rows = time.monotonic() - begin, read_rows(file)
@@ -109,7 +107,7 @@ def _run_one(step: Step, limit: float, cwd: Path, running: Callable[[list[Row]],
 
 
 def _watch(
-    process: subprocess.Popen[bytes], file: Path, until: float, running: Callable[[list[Row]], None]
+    process: subprocess.Popen[bytes], file: Path, until: float, changed: Callable[[list[Row]], None]
 ) -> int | None:
     """Wait for a step; returns its exit code, None if its time is up."""
     size = 0
@@ -118,7 +116,7 @@ def _watch(
             return process.wait(min(_PERIOD, left))
         if file.exists() and file.stat().st_size != size:
             size = file.stat().st_size
-            running(read_rows(file))
+            changed(read_rows(file))
     return None
 
 
