@@ -35,8 +35,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: 
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, False, attn_mask=bias, scale=scale)
     if not _is_exact(lse) or not bool(out.sum().isfinite()):
         return None
-    lse = lse.contiguous().double().masked_fill_(is_empty, -math.inf)
-    return out[..., : v.shape[3]].contiguous(), lse  # as compiled code is told
+    lse = lse.double()
+    return out[..., : v.shape[3]], lse if is_empty is None else lse.masked_fill_(is_empty, -math.inf)
 
 
 def backward(
@@ -48,12 +48,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """dq, dk, dv in float32 at least, from q, k, v, out and lse; None as of `forward`."""
     q, k, v, out, lse = tensors
-    bias, _ = _mask_of(start, end, q, k)
-    given, dtype = _alike(q, k, v), lse_dtype(q)
-    row_lse = lse.to(dtype).masked_fill(lse == -math.inf, 0)
+    bias, is_empty = _mask_of(start, end, q, k)
+    given, row_lse = _alike(q, k, v), lse.to(lse_dtype(q))
+    if is_empty is not None:
+        row_lse = row_lse.masked_fill(lse == -math.inf, 0)
     if not _is_exact(row_lse):
         return None
-    of_out = [_padded(x.to(dtype), given[0].shape[3]) for x in (grad_out, out)]
+    of_out = [_padded(x.to(row_lse.dtype), given[0].shape[3]) for x in (grad_out, out)]
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         of_out[0], *given, of_out[1], row_lse, 0.0, False, attn_mask=bias, scale=scale
     )
@@ -62,7 +63,7 @@ def backward(
         return None
     if q.shape[1] > k.shape[1]:  # summed over the query heads that read a head
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()  # as compiled code is told
+    return dq, dk, dv
 
 
 def split_lse(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -93,7 +94,7 @@ def _is_exact(lse: Tensor) -> bool:
     return lse.dtype == torch.float64 or bool(lse.abs().amax() <= _LARGE_LSE)
 
 
-def _mask_of(start: Tensor, end: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _mask_of(start: Tensor, end: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
     first, last = start.numpy(), end.numpy()
     return _dense_mask(first.tobytes(), last.tobytes(), first.shape, first.dtype.str, k.shape[2], lse_dtype(q))
 
@@ -101,9 +102,10 @@ def _mask_of(start: Tensor, end: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, 
 @functools.lru_cache(maxsize=8)  # layers, their forwards and backwards have the same few masks
 def _dense_mask(
     start: bytes, end: bytes, shape: tuple[int, ...], kind: str, num_keys: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Of spans ``[B or 1, N, Q]``: 0 where a query reads a key and -inf elsewhere, and which rows have no key."""
+) -> tuple[Tensor, Tensor | None]:
+    """Of spans ``[B or 1, N, Q]``: 0 where a query reads a key and -inf elsewhere, and rows without a key, if any."""
     first, last = (np.frombuffer(x, kind).reshape(*shape, 1) for x in (start, end))
     key = np.arange(num_keys, dtype=kind)
     reads = torch.from_numpy(((first <= key) & (key < last)).any(1))[:, None]
-    return torch.where(reads, 0.0, -math.inf).to(dtype), ~reads.any(-1)
+    is_empty = ~reads.any(-1)
+    return torch.where(reads, 0.0, -math.inf).to(dtype), is_empty if is_empty.any() else None

@@ -8,7 +8,9 @@ shapes: see `base`; R rows of a tile, C columns of a strip.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +122,17 @@ def _fill(
         tops[b].unflatten(0, heads)[:, :, rows] = top.view(*heads, -1)
 
 
-_OP = torch.library.custom_op("spanwise::sdpa", mutates_args=())(_forward)
+def _contiguous(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """`function` with contiguous results, as compiled code is told; eager code takes them as they are."""
+
+    @functools.wraps(function)
+    def copied(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return tuple(x.contiguous() for x in function(*args, **kwargs))
+
+    return copied
+
+
+_OP = torch.library.custom_op("spanwise::sdpa", mutates_args=())(_contiguous(_forward))
 
 
 @_OP.register_fake
@@ -219,7 +231,7 @@ def _add_columns(
         column += k1 - k0
 
 
-_BACKWARD_OP = torch.library.custom_op("spanwise::sdpa_backward", mutates_args=())(_backward)
+_BACKWARD_OP = torch.library.custom_op("spanwise::sdpa_backward", mutates_args=())(_contiguous(_backward))
 
 
 @_BACKWARD_OP.register_fake
