@@ -182,20 +182,6 @@ def make_problem(
     return Problem(q, k, v, grad_out, out.detach(), lse.detach(), dq, dk, dv)
 
 
-def reached_by(visible: np.ndarray, tensor: str, tokens: slice) -> tuple[torch.Tensor, ...]:
-    """Tokens of out, dq, dk and dv, bool ``[S]`` each, that may be NaN if `tokens` of `tensor` are.
-
-    Args:
-        visible: bool ``[S, S]``.
-        tensor: "q", "k", "v" or "grad_out".
-    """
-    reads, poisoned = torch.from_numpy(visible), torch.zeros(visible.shape[0], dtype=torch.bool)
-    poisoned[tokens] = True
-    rows = reads[:, poisoned].any(1) if tensor in ("k", "v") else poisoned & reads.any(1)
-    keys = reads[rows].any(0)
-    return rows & (tensor != "grad_out"), rows, keys, keys
-
-
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
     """``max |x - reference| / max |reference|``; 0 for two empty tensors."""
     if reference.numel() == 0:

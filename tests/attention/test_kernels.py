@@ -329,16 +329,6 @@ def test_without_any_key(kernel: Callable) -> None:
     assert (got["out"] == 0).all() and (got["lse"] == -math.inf).all() and (got["dq"] == 0).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_keys_that_no_span_reads_may_hold_anything(kernel: Callable) -> None:
-    case = make_case(MASKS["random"], spare=100)
-    unread = ~dense(case.mask, case.k.shape[2]).any(2)[0, 0]
-    assert unread.sum() >= 100
-    k, v = case.k.clone(), case.v.clone()
-    k[:, :, unread], v[:, :, unread] = math.nan, math.inf
-    assert_exact(run(kernel, case._replace(k=k, v=v)), oracle(case))
-
-
 # --- other dtypes, layouts, lengths ---------------------------------------------------------------------------------
 
 

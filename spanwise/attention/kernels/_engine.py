@@ -49,12 +49,9 @@ class Engine:
         self.max_columns = max(128, min(4096, torch.get_num_threads() * _BUFFER_ELEMENTS // (q.shape[1] * _MAX_ROWS)))
         self.min_saving = _MIN_SAVING // (q.shape[1] * q.shape[3])
         self._buffers: dict[str, Tensor] = {}
-        # Whether numbers that are not finite must not reach rows that do not read them, nor keys that these rows do not
-        # read. A weight of 0 times nan is nan, so each product is then computed twice.
-        self.careful = False
 
-    def tiles(self, start: Tensor, end: Tensor, *, careful: bool = False) -> Iterator[tuple[int, Tile, Spans]]:
-        """Batch row, tile, and its rows' spans; with `careful` sets `self.careful` where some rows skip columns."""
+    def tiles(self, start: Tensor, end: Tensor) -> Iterator[tuple[int, Tile, Spans]]:
+        """Batch row, tile, and the spans of its rows."""
         masks = list(zip(start.numpy(), end.numpy(), strict=True))
         plans = [
             list(plan_tiles(*spans, max_rows=_MAX_ROWS, max_columns=self.max_columns, min_saving=self.min_saving))
@@ -64,9 +61,7 @@ class Engine:
             first, last = masks[b % len(masks)]
             for tile in plans[b % len(masks)]:
                 rows = slice(tile.first, tile.stop)
-                spans = first[:, rows, None], last[:, rows, None]
-                self.careful = careful and any(strip.masked for strip in tile.strips)
-                yield b, tile, spans
+                yield b, tile, (first[:, rows, None], last[:, rows, None])
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """An uninitialised tensor whose memory is reused by the next call of that name."""
@@ -93,56 +88,25 @@ class Engine:
             column += k1 - k0
         return columns
 
-    def scores(self, q_tile: Tensor, keys: Tensor, strip: Strip, spans: Spans) -> Tensor:
-        """Scores times base, -inf where masked: ``[K, G * R, C]``."""
-        scores = torch.bmm(q_tile, keys.mT, out=self.buffer("scores", *q_tile.shape[:2], strip.width))
-        if self.softcap is not None:
-            scores.tanh_().mul_(self.gain)
-        self._mask(scores, strip, spans)
-        return scores
-
-    def scores_and_slope(
-        self, q_tile: Tensor, keys: Tensor, strip: Strip, spans: Spans
+    def scores(
+        self, q_tile: Tensor, keys: Tensor, strip: Strip, spans: Spans, *, slope: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, and the slope of the softcap at each."""
+        """Scores times base, -inf where masked, ``[K, G * R, C]``; if asked for, the slope of a softcap at each."""
         scores = torch.bmm(q_tile, keys.mT, out=self.buffer("scores", *q_tile.shape[:2], strip.width))
-        slope = None
+        slopes = None
         if self.softcap is not None:
-            slope = self.buffer("slope", *scores.shape)
-            torch.addcmul(scores.new_ones(()), scores.tanh_(), scores, value=-1, out=slope)
+            scores.tanh_()
+            if slope:
+                slopes = self.buffer("slope", *scores.shape)
+                torch.addcmul(scores.new_ones(()), scores, scores, value=-1, out=slopes)
             scores.mul_(self.gain)
-        self._mask(scores, strip, spans)
-        return scores, slope
-
-    def _mask(self, scores: Tensor, strip: Strip, spans: Spans) -> None:
-        if self.careful:
-            scores.masked_fill_(~self.reads(strip, spans), NO_KEY)
-            return
         by_row = scores.unflatten(1, (self.group, -1))
         for column, k0, k1 in strip.masked:
             key = np.arange(k0, k1, dtype=spans[0].dtype)
             is_read = torch.from_numpy(((key >= spans[0]) & (key < spans[1])).any(0))  # numpy's any is the faster one
             # 0 or -inf, added: ten times as fast as masked_fill_ with a mask that broadcasts.
             by_row[..., column : column + k1 - k0] += torch.where(is_read, self.zero, self.no_key)
-
-    def reads(self, strip: Strip, spans: Spans) -> Tensor:
-        """Whether a row of a careful tile reads a column: bool ``[G * R, C]``."""
-        key = np.concatenate([np.arange(k0, k1, dtype=spans[0].dtype) for k0, k1 in strip.runs])
-        return torch.from_numpy(((key >= spans[0]) & (key < spans[1])).any(0)).repeat(self.group, 1)
-
-    def add_product(self, total: Tensor, weights: Tensor, x: Tensor, reads: Tensor | None) -> None:
-        """Add ``weights @ x`` to total ``[K, M, D]``: ``[K, M, N]``, 0 where not `reads`, times ``[K, N, D]``.
-
-        Args:
-            reads: bool ``[M, N]`` to be careful: numbers of x that are not finite reach only rows that read them.
-        """
-        is_bad = None if reads is None else ~x.isfinite().all(-1)
-        if reads is None or is_bad is None or not is_bad.any():
-            total.baddbmm_(weights, x)
-            return
-        is_reached = (reads & is_bad[:, None]).any(-1, keepdim=True)
-        clean = weights @ x.masked_fill(is_bad[..., None], 0)
-        total.add_(torch.where(is_reached, weights @ x, clean))
+        return scores, slopes
 
 
 @torch.no_grad()
@@ -158,6 +122,6 @@ def max_logit(
     for b, tile, spans in engine.tiles(start, end):
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
         for strip in tile.strips:
-            scores = engine.scores(q_tile, engine.load_columns(k[b], strip, "k"), strip, spans)
+            scores, _ = engine.scores(q_tile, engine.load_columns(k[b], strip, "k"), strip, spans)
             torch.maximum(top[b], scores.unflatten(1, (engine.group, -1)).amax((2, 3)), out=top[b])
     return top.amax(0).flatten()

@@ -169,8 +169,7 @@ class Kernel:
         """Attention of the queries over the keys of one chunk.
 
         Args:
-            q: ``[B, H, Q, D]``; k ``[B, K, T, D]``, ``H % K == 0``; v ``[B, K, T, V]``. Any strides. Keys that no span
-                reads may hold anything, NaN included, unless the kernel pads keys.
+            q: ``[B, H, Q, D]``; k ``[B, K, T, D]``, ``H % K == 0``; v ``[B, K, T, V]``. Any strides.
             q_pos: int ``[B or 1, Q]``, global positions of the queries.
 
         Returns:

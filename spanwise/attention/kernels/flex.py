@@ -77,7 +77,7 @@ class Flex(Kernel):
 
         There all T share a graph if the tensor that T comes from is marked as dynamic (`_torch.mark_dynamic`). An eager
         call runs a separate graph. It is compiled at the first call of a setting (shapes without T, dtypes, options)
-        and serves every later mask and T. What is not contiguous is copied. NaN is not kept apart.
+        and serves every later mask and T. What is not contiguous is copied.
         """
         # Before the graph and not in it, so that strides do not tell graphs apart.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

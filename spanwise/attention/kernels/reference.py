@@ -6,8 +6,6 @@ Runs on any device and in any float dtype, materialises the full Q x T score mat
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,11 +22,7 @@ class Reference(Kernel):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """float64 is computed in float64, every other dtype in float32.
-
-        What is not finite in q, a key, a value or a gradient reaches the rows that read it, and the keys that these
-        read; all else is as exact as without. A score_mod is vmapped over scalars.
-        """
+        """float64 is computed in float64, every other dtype in float32. A score_mod is vmapped over scalars."""
         batch, num_heads, q_len, _ = q.shape
         kv_heads, kv_len = k.shape[1], k.shape[2]
         dtype = lse_dtype(q)
@@ -38,7 +32,7 @@ class Reference(Kernel):
             group = num_heads // kv_heads
             k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
 
-            scores = _Scores.apply(q.to(dtype), k, mask[:, None]) * options.scale_for(q)
+            scores = q.to(dtype) @ k.mT * options.scale_for(q)
             if options.score_mod is not None and scores.numel() > 0:
                 scores = _apply_score_mod(scores, options.score_mod, q_pos, chunk.kv_pos)
             if options.softcap is not None:
@@ -55,7 +49,7 @@ class Reference(Kernel):
             weights = torch.exp(scores - top)
             total = weights.sum(-1, keepdim=True)
             lse = torch.where(has_key, top + torch.log(torch.where(has_key, total, 1)), float("-inf")).squeeze(-1)
-            out = _Mean.apply(weights, v, mask[:, None]) / torch.where(has_key & total.isfinite(), total, 1)
+            out = weights @ v / torch.where(has_key & total.isfinite(), total, 1)
         return out.to(q.dtype), lse
 
     def queries(self, q: Tensor) -> Tensor:
@@ -67,55 +61,6 @@ class Reference(Kernel):
     ) -> Part:
         """`attend` with out in float32 (float64 for float64): it is rounded once, after the merge."""
         return super().attend_part(queries, k.to(queries.dtype), v.to(queries.dtype), chunk, q_pos, options)
-
-
-class _Scores(torch.autograd.Function):
-    """``q @ kᵀ``, finite where not `reads`, bool ``[B or 1, 1, Q, T]``; both gradients as of `_product`."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, reads: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, reads)
-        scores = q @ k.mT
-        return scores if _known_finite(scores) else scores.masked_fill(~reads, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        q, k, reads = ctx.saved_tensors
-        return _product(grad, k, reads), _product(grad.mT, q, reads.mT), None
-
-
-class _Mean(torch.autograd.Function):
-    """`_product`, and the same in the gradient of v."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, v: Tensor, reads: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, v, reads)
-        return _product(weights, v, reads)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        weights, v, reads = ctx.saved_tensors
-        of_weights = grad @ v.mT
-        if not _known_finite(of_weights):
-            of_weights = of_weights.masked_fill(~reads, 0)
-        return of_weights, _product(weights.mT, grad, reads.mT), None
-
-
-def _product(a: Tensor, b: Tensor, reads: Tensor) -> Tensor:
-    """``a @ b`` for an a that is 0, or not finite, where a row does not read the row of b.
-
-    A share of 0 times NaN is NaN. So what is not finite in b is left out, and then made NaN in rows that read it.
-    """
-    if _known_finite(a, b):
-        return a @ b
-    bad = ~b.isfinite()
-    clean = a.masked_fill(~reads, 0) @ b.masked_fill(bad, 0)
-    return clean.masked_fill(reads.to(b.dtype) @ bad.to(b.dtype) > 0, float("nan"))
-
-
-def _known_finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are known to be finite: False in graphs and on devices, or if a sum overflows."""
-    return all(_torch.is_readable(x) and bool(x.sum().isfinite()) for x in tensors)
 
 
 def _apply_score_mod(scores: Tensor, score_mod: ScoreMod, q_pos: Tensor, kv_pos: Tensor) -> Tensor:

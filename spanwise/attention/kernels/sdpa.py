@@ -79,47 +79,28 @@ def _forward(
             return found
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=engine.dtype)
-    totals, tops = torch.ones(q.shape[:3], dtype=torch.float64), torch.full(q.shape[:3], NO_KEY, dtype=torch.float64)
-    _fill(engine, q, k, v, start, end, (out, totals, tops), careful=False)
-    if not _are_finite(out):
-        _fill(engine, q, k, v, start, end, (out, totals, tops), careful=True)
-    return out, totals.log_().add_(tops, alpha=_LN_2)
-
-
-def _fill(
-    engine: Engine,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    end: Tensor,
-    results: tuple[Tensor, Tensor, Tensor],
-    *,
-    careful: bool,
-) -> None:
-    """Writes out, the sums of weights and the largest scores of all rows with keys into `results`."""
-    out, totals, tops = results
+    lse = torch.full(q.shape[:3], NO_KEY, dtype=torch.float64)
     heads = (engine.kv_heads, engine.group)
-    for b, tile, spans in engine.tiles(start, end, careful=careful):
+    for b, tile, spans in engine.tiles(start, end):
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
         acc = engine.buffer("acc", *q_tile.shape[:2], v.shape[3]).zero_()
         top = acc.new_full((*acc.shape[:2], 1), NO_KEY)
         total = torch.zeros_like(top)
         for strip in tile.strips:
-            scores = engine.scores(q_tile, engine.load_columns(k[b], strip, "k"), strip, spans)
+            scores, _ = engine.scores(q_tile, engine.load_columns(k[b], strip, "k"), strip, spans)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             shift = new_top.masked_fill(new_top == NO_KEY, 0) if strip.masked else new_top  # -inf - -inf is nan
             weights = scores.sub_(shift).exp2_()
             decay = top.sub_(shift).exp2_()
             total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-            reads = engine.reads(strip, spans) if engine.careful else None
-            engine.add_product(acc.mul_(decay), weights, engine.load_columns(v[b], strip, "v"), reads)
+            acc.mul_(decay).baddbmm_(weights, engine.load_columns(v[b], strip, "v"))
             top = new_top
         acc.div_(total.masked_fill_(top == NO_KEY, 1))
         rows = slice(tile.first, tile.stop)
         out[b].unflatten(0, heads)[:, :, rows] = acc.unflatten(1, (engine.group, -1))
-        totals[b].unflatten(0, heads)[:, :, rows] = total.view(*heads, -1)
-        tops[b].unflatten(0, heads)[:, :, rows] = top.view(*heads, -1)
+        row_lse = total.double().log_().add_(top, alpha=_LN_2)
+        lse[b].unflatten(0, heads)[:, :, rows] = row_lse.view(*heads, -1)
+    return out, lse
 
 
 def _contiguous(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -165,23 +146,10 @@ def _backward(
         if found is not None:
             return found[0], found[1].to(k.dtype), found[2].to(v.dtype)
     engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
-    tensors = grad_out, grad_lse, q, k, v, out, lse
-    dq, dk, dv = _gradients(engine, tensors, start, end, careful=False)
-    # A weight or a slope that is not finite shows in dq; so do keys, values and grad_out. Queries show in dk.
-    if not _are_finite(dq, dk):
-        dq, dk, dv = _gradients(engine, tensors, start, end, careful=True)
-    return dq.mul_(scale), dk.mul_(engine.unscale).to(k.dtype), dv.to(v.dtype)
-
-
-def _gradients(
-    engine: Engine, tensors: tuple[Any, ...], start: Tensor, end: Tensor, *, careful: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq over the scale, dk over `engine.unscale`, and dv, as they are computed from arguments of `_backward`."""
-    grad_out, grad_lse, q, k, v, out, lse = tensors
     heads = (engine.kv_heads, engine.group)
     dq = torch.zeros(q.shape, dtype=engine.dtype)
     dk, dv = torch.zeros(k.shape, dtype=engine.dtype), torch.zeros(v.shape, dtype=engine.dtype)
-    for b, tile, spans in engine.tiles(start, end, careful=careful):
+    for b, tile, spans in engine.tiles(start, end):
         rows = slice(tile.first, tile.stop)
         q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
         do_tile = engine.load_rows(grad_out[b], tile, "grad_out")
@@ -196,38 +164,24 @@ def _gradients(
         dq_tile = engine.buffer("dq", *q_tile.shape).zero_()
         for strip in tile.strips:
             keys, values = engine.load_columns(k[b], strip, "k"), engine.load_columns(v[b], strip, "v")
-            scores, slope = engine.scores_and_slope(q_tile, keys, strip, spans)
+            scores, slope = engine.scores(q_tile, keys, strip, spans, slope=True)
             weights = scores.sub_(shift).exp2_()
-            reads = engine.reads(strip, spans) if engine.careful else None
-            if reads is not None:
-                weights.masked_fill_(~reads, 0)
-            _add_columns(engine, dv[b], strip, weights, do_tile, reads)
+            _add_columns(dv[b], strip, weights, do_tile)
             ds = torch.bmm(do_tile, values.mT, out=engine.buffer("ds", *weights.shape))
             ds.sub_(delta).mul_(weights)
             if slope is not None:
                 ds.mul_(slope)
-            if reads is not None:
-                ds.masked_fill_(~reads, 0)
-            engine.add_product(dq_tile, ds, keys, reads)
-            _add_columns(engine, dk[b], strip, ds, q_tile, reads)
+            dq_tile.baddbmm_(ds, keys)
+            _add_columns(dk[b], strip, ds, q_tile)
         dq[b].unflatten(0, heads)[:, :, rows] = dq_tile.unflatten(1, (engine.group, -1))
-    return dq, dk, dv
+    return dq.mul_(scale), dk.mul_(engine.unscale).to(k.dtype), dv.to(v.dtype)
 
 
-def _are_finite(*tensors: Tensor) -> bool:
-    """False if a number is not finite; now and then also for sums that overflow."""
-    return all(bool(x.sum(dtype=lse_dtype(x)).isfinite()) for x in tensors)
-
-
-def _add_columns(
-    engine: Engine, total: Tensor, strip: Strip, weights: Tensor, rows: Tensor, reads: Tensor | None
-) -> None:
+def _add_columns(total: Tensor, strip: Strip, weights: Tensor, rows: Tensor) -> None:
     """Adds transposed weights ``[K, G * R, C]`` times rows ``[K, G * R, D]`` to the strip in total ``[K, T, D]``."""
     column = 0
     for k0, k1 in strip.runs:
-        columns = slice(column, column + k1 - k0)
-        by = None if reads is None else reads[:, columns].T
-        engine.add_product(total[:, k0:k1], weights[:, :, columns].mT, rows, by)
+        total[:, k0:k1].baddbmm_(weights[:, :, column : column + k1 - k0].mT, rows)
         column += k1 - k0
 
 
