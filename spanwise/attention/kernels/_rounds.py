@@ -26,12 +26,10 @@ class Flash(NamedTuple):
         backward: ``(grad_out, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (dq, dk, dv)``. It
             reads `out` only as ``(grad_out * out).sum(-1)``, and nothing of rows without keys. Its results for rows
             without keys and for keys without queries are not used.
-        max_sequences: the most sequences that a call takes.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    max_sequences: int = 65535  # CUDA: they are the second axis of the launch grid
 
 
 class _Call(NamedTuple):
@@ -42,6 +40,8 @@ class _Call(NamedTuple):
     rows: Tensor  # [B * Q, 1]
     keys: Tensor  # [B * T, 1, 1]
 
+
+_MOST_SEQUENCES = 65535  # CUDA: they are the second axis of the launch grid
 
 Tables = Sequence[Tensor]
 """The fields of `varlen.VarlenTables`: calls, cu_seq_q, cu_seq_k, rows, keys."""
@@ -60,22 +60,16 @@ def _calls(batch: int, tables: Tables) -> Iterator[_Call]:
 
     first = 0
     for i, (left, right, max_q, max_k, num_sequences) in enumerate(calls.tolist()):  # host memory
+        if num_sequences * repeats > _MOST_SEQUENCES:
+            raise ValueError(
+                f"kernel 'varlen' takes {_MOST_SEQUENCES} sequences in a call, got {num_sequences * repeats}; use "
+                f"kernel='flex'"
+            )
         here = slice(first, first + num_sequences + 1)
         first += num_sequences + 1
         cu_q, cu_k = offsets(cu_seq_q[here], rows.shape[2]), offsets(cu_seq_k[here], keys.shape[2])
         row_mask, key_mask = (x[i].repeat(repeats, 1).view(-1, 1) for x in (rows, keys))
         yield _Call((cu_q, cu_k, max_q, max_k), (left, right), row_mask, key_mask.unsqueeze(2))
-
-
-def _groups(flash: Flash, batch: int, tables: Tables) -> list[slice]:
-    """Slices of batch rows, one per call; a single slice unless repeated rounds exceed `max_sequences`."""
-    calls, _, _, rows, _ = tables
-    table_rows = rows.shape[1]
-    most = max((call[-1] for call in calls.tolist()), default=0)  # host memory
-    if batch == table_rows or batch // table_rows * most <= flash.max_sequences:
-        return [slice(0, batch)]
-    step = max(flash.max_sequences // most, 1) * table_rows
-    return [slice(first, first + step) for first in range(0, batch, step)]
 
 
 def _flat(x: Tensor, width: int) -> Tensor:
@@ -102,12 +96,6 @@ def _width(q: Tensor, v: Tensor) -> int:
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, tables: Tables, scale: float) -> tuple[Tensor, Tensor]:
     """Out and lse of `varlen`, computed by ``flash``."""
     batch, heads, q_len, _ = q.shape
-    groups = _groups(flash, batch, tables)
-    if len(groups) > 1:
-        out, lse = empty_by_head(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
-        for g in groups:
-            out[g], lse[g] = forward(flash, q[g], k[g], v[g], tables, scale)
-        return out, lse
     width = _width(q, v)
     q_flat, k_flat, v_flat = (_flat(x, width) for x in (q, k, v))
     total: tuple[Tensor, Tensor] | None = None
@@ -141,14 +129,6 @@ def backward(
     ring attention does (Liu et al., 2023), and the merge needs no gradient.
     """
     batch, width, only_lse = q.shape[0], _width(q, v), grad_out is None
-    groups = _groups(flash, batch, tables)
-    if len(groups) > 1:
-        dq, dk, dv = (empty_by_head(x, x.shape[3]) for x in (q, k, v))
-        for g in groups:
-            of_out, of_lse = (None if x is None else x[g] for x in (grad_out, grad_lse))
-            sliced = (q[g], k[g], v[g], out[g], lse[g])
-            dq[g], dk[g], dv[g] = backward(flash, of_out, of_lse, *sliced, tables, scale)
-        return dq, dk, dv
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     is_empty = lse == float("-inf")
     grad_out = grad_out.masked_fill(is_empty.unsqueeze(3), 0)

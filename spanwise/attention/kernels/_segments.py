@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spanwise.masks.span_mask import SpanMask
+
 Window = tuple[int, int]  # keys to the left and to the right of the diagonal; -1 is no bound
 
 _FULL: Window = (-1, -1)
 _MOST_ROUNDS = 256
-_MOST_KEPT = 3  # windows that stay when the bands of others are split
 _MOST_WINDOWS = 16  # windows tried for bands of another shape
 
 
@@ -62,59 +63,33 @@ class Round:
     keys: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Segments:
-    """A span mask as rounds; batch rows follow one another on one axis, of queries and of keys.
+def cut_rounds(mask: SpanMask) -> list[Round]:
+    """Rounds for a mask; batch rows follow one another on one axis, of queries and of keys.
 
     Every (query, key) pair of the mask is in exactly one round, and no other pair is in any.
-    """
-
-    rounds: tuple[Round, ...]
-    batch: int
-    q_len: int
-    kv_len: int
-
-
-def cut_rounds(start: np.ndarray, end: np.ndarray, kv_len: int) -> Segments:
-    """Cut a mask into few rounds.
-
-    Args:
-        start: first key of each span, integer ``[batch, N, q_len]``; the spans of a row are disjoint.
-        end: one past the last key, same shape; ``end <= start`` is an empty span.
-        kv_len: number of keys.
 
     The longest bands need a round for every window that occurs. Where windows are clipped, as at the ends of runs, each
-    document has another one. Split further (`_split`), all bands need three windows. The cut tries several ways, which
-    keep none, some or all of the windows, and takes the one with the fewest rounds.
+    document has another one. Split further (`_split`), all need three windows. The way with fewer rounds is taken.
 
     Raises:
         ValueError: more than 256 rounds.
     """
-    batch, _, q_len = start.shape
+    q_len, kv_len = mask.q_len, mask.kv_len
     bands = []
-    for b in range(batch):
-        for first, last in zip(start[b].astype(np.int64), end[b].astype(np.int64), strict=True):
+    for b in range(mask.batch_size):
+        for first, last in zip(mask.start[b].astype(np.int64), mask.end[b].astype(np.int64), strict=True):
             for row, row_stop, key, key_stop, window in _bands(first, last):
                 bands.append(
                     Band(row + b * q_len, row_stop + b * q_len, key + b * kv_len, key_stop + b * kv_len, window)
                 )
-    rows_of: dict[Window, int] = {}
-    for band in bands:
-        rows_of[band.window] = rows_of.get(band.window, 0) + band.row_stop - band.row
-    by_rows = sorted(rows_of, key=lambda window: (-rows_of[window], window))
-    ways = [_pack(bands)]
-    for num_kept in range(min(len(by_rows), _MOST_KEPT + 1)):
-        kept = by_rows[:num_kept]
-        split = [part for band in bands for part in ([band] if band.window in kept else _split(band))]
-        ways.append(_pack(_join(split)))
-    chosen = min(ways, key=len)
+    whole, split = _pack(bands), _pack(_join([part for band in bands for part in _split(band)]))
+    chosen = min(whole, split, key=len)
     if len(chosen) > _MOST_ROUNDS:
         raise ValueError(
             f"kernel 'varlen' would need more than {_MOST_ROUNDS} calls for this mask of {q_len} queries and {kv_len} "
             f"keys: its rows share keys, and their spans move like no window; use kernel='flex'"
         )
-    rounds = tuple(_round(members, window, batch * q_len, batch * kv_len) for window, members in chosen)
-    return Segments(rounds, batch, q_len, kv_len)
+    return [_round(members, window, mask.batch_size * q_len, mask.batch_size * kv_len) for window, members in chosen]
 
 
 def _bands(start: np.ndarray, end: np.ndarray) -> list[Band]:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from spanwise import _torch
 from spanwise.attention.kernels._flops import count_flops
 from spanwise.attention.kernels._rounds import Flash, backward, empty_by_head, forward
-from spanwise.attention.kernels._segments import Round, Segments, cut_rounds
+from spanwise.attention.kernels._segments import cut_rounds
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
 from spanwise.attention.kernels.merge import Part, lse_dtype, merge, tokens
 from spanwise.masks.span_mask import SpanMask
@@ -26,26 +25,6 @@ from spanwise.masks.span_mask import SpanMask
 _HALVES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 FLASH = Flash(_torch.flash_forward, _torch.flash_backward)
-
-
-def parts(whole: Round, most: int) -> list[Round]:
-    """Split a round into rounds of at most `most` (5 or more) sequences that together read the same keys."""
-    count = len(whole.cu_seq_q) - 1
-    if count <= most:
-        return [whole]
-    found = []
-    for first in range(0, count, most - 4):
-        stop = min(first + most - 4, count)
-        # Before and after come two sequences each, one of queries alone and one of keys alone, unless empty.
-        (q, q_stop, num_q), (k, k_stop, num_k) = (cu[[first, stop, -1]] for cu in (whole.cu_seq_q, whole.cu_seq_k))
-        cu_q = np.concatenate([[0, q], whole.cu_seq_q[first : stop + 1], [num_q, num_q]])
-        cu_k = np.concatenate([[0, 0], whole.cu_seq_k[first : stop + 1], [k_stop, num_k]])
-        keep = np.append(True, (np.diff(cu_q) > 0) | (np.diff(cu_k) > 0))
-        rows, keys = np.zeros_like(whole.rows), np.zeros_like(whole.keys)
-        rows[q:q_stop], keys[k:k_stop] = whole.rows[q:q_stop], whole.keys[k:k_stop]
-        offsets = {"cu_seq_q": cu_q[keep].astype(np.int32), "cu_seq_k": cu_k[keep].astype(np.int32)}
-        found.append(dataclasses.replace(whole, **offsets, rows=rows, keys=keys))
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +48,9 @@ class VarlenTables:
     keys: Tensor
 
     @classmethod
-    def from_segments(cls, segments: Segments, device: torch.device | str = "cpu") -> VarlenTables:
-        """Copies of the rounds on ``device``, marked for torch.compile as varying wherever masks differ.
-
-        A round of more sequences than one call takes becomes several.
-        """
-        rounds, batch = [part for r in segments.rounds for part in parts(r, FLASH.max_sequences)], segments.batch
+    def of(cls, mask: SpanMask, device: torch.device | str = "cpu") -> VarlenTables:
+        """The rounds of a mask on ``device``, marked for torch.compile as varying wherever masks differ."""
+        rounds = cut_rounds(mask)
         calls = [(*r.window, r.max_q, r.max_k, len(r.cu_seq_q) - 1) for r in rounds]
 
         def joined(name: str) -> Tensor:
@@ -82,21 +58,19 @@ class VarlenTables:
             return torch.cat([torch.empty(0, dtype=torch.int32), *offsets])
 
         def stacked(name: str, length: int) -> Tensor:
-            masks = torch.empty(len(rounds), batch, length, dtype=torch.bool)
-            for i, r in enumerate(rounds):
-                masks[i] = torch.from_numpy(getattr(r, name)).view(batch, length)
-            return masks
+            masks = [torch.from_numpy(getattr(r, name)).view(mask.batch_size, length) for r in rounds]
+            return torch.stack(masks) if masks else torch.empty(0, mask.batch_size, length, dtype=torch.bool)
 
         return cls(
             calls=torch.tensor(calls, dtype=torch.int64).view(-1, 5),
             cu_seq_q=joined("cu_seq_q"),
             cu_seq_k=joined("cu_seq_k"),
-            rows=stacked("rows", segments.q_len),
-            keys=stacked("keys", segments.kv_len),
+            rows=stacked("rows", mask.q_len),
+            keys=stacked("keys", mask.kv_len),
         ).to(device)
 
     def to(self, device: torch.device | str) -> VarlenTables:
-        """Copies on ``device``, `calls` in host memory; marked like those of :meth:`from_segments`."""
+        """Copies on ``device``, `calls` in host memory; marked like those of :meth:`of`."""
         moved = VarlenTables(
             self.calls.clone(), *(x.to(device, copy=True) for x in (self.cu_seq_q, self.cu_seq_k, self.rows, self.keys))
         )
@@ -115,7 +89,7 @@ class Varlen(Kernel):
 
     The calls run one after the other and are merged in float32. Where V differs from D, or D is no multiple of 8, zeros
     fill up both. ``torch.use_deterministic_algorithms(True)`` makes the backward deterministic, as in torch's kernel;
-    with ``warn_only=True`` the kernel only warns. Keys that no span reads are not touched.
+    with ``warn_only=True`` the kernel only warns.
     """
 
     name = "varlen"
@@ -128,7 +102,7 @@ class Varlen(Kernel):
             raise ValueError("kernel 'varlen' cannot apply a score_mod; use kernel='flex'")
 
     def tables(self, mask: SpanMask, device: torch.device) -> VarlenTables:
-        return VarlenTables.from_segments(cut_rounds(mask.start, mask.end, mask.kv_len), device)
+        return VarlenTables.of(mask, device)
 
     def check(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
