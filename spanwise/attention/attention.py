@@ -23,11 +23,12 @@ from spanwise import _torch
 from spanwise.attention import failure, ulysses
 from spanwise.attention._limits import (
     check_numbers,
-    check_sinks,
+    check_shapes,
     check_transforms,
     fix_sizes,
     with_sinks,
 )
+from spanwise.attention.compact import Compact, check_rows
 from spanwise.attention.compare import Compare, compare_backward, compare_call, eager, plain, tells_refusals
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
@@ -35,8 +36,6 @@ from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, mesh_of
 from spanwise.planning.plan import Plan
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +86,7 @@ def context_parallel_attention(
     score_mod: Callable[..., Any] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    expand: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
     return_aux: AuxRequest | None = None,
 ) -> Any:
     """Scaled dot-product attention of this rank's queries over the keys of all ranks that the mask lets them read.
@@ -138,7 +138,7 @@ def context_parallel_attention(
     """
     request = AuxRequest() if return_aux is None else return_aux
     options = AttentionOptions(_torch.constant(scale), score_mod, _torch.constant(softcap))
-    out, aux = _attend(q, k, v, _Call(plan, mesh, mask_name, kernel, options, sinks, request))
+    out, aux = _attend(q, k, v, _Call(plan, mesh, mask_name, kernel, options, sinks, request, expand))
     return out if return_aux is None else (out, aux)
 
 
@@ -152,6 +152,7 @@ class _Call(NamedTuple):
     options: AttentionOptions
     sinks: Any
     request: AuxRequest
+    expand: Callable[..., Any] | None
 
 
 @_torch.compiled_if_exact
@@ -159,12 +160,19 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _with_dtensors(q, k, v, call)
+    rows = (k, v)
+    if call.expand is not None:
+        check_rows(*rows, call.expand)
+        k, v = Compact(call.expand, rows).expanded()
     local, mesh, kernel = _checked(q, k, v, call)
-    compared = None if mesh is None or local.num_ranks == 1 else _compare(q, k, v, local, mesh, kernel.name, call)
+    compared = None if mesh is None or local.num_ranks == 1 else _compare(q, k, v, rows, local, mesh, kernel.name, call)
     here = eager(compared)
     mask, sinks, request, score_mod = call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch, flat = local.chunks[mask], q.shape[0], local.chunks[mask][0].flat
     q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
+    compact = None
+    if call.expand is not None and local.trade is None:
+        compact = Compact(call.expand, tuple([zero_in_padding(x, local.kv_valid) for x in rows]))
     num_heads, first = q.shape[1], 0
     if local.trade is not None:
         assert mesh is not None
@@ -176,6 +184,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     tokens = local.query_tokens
     if flat:
         q, k, v = (_flatten_rows(x) for x in (q, k, v))
+        if compact is not None:
+            compact = dataclasses.replace(compact, rows=tuple([_flatten_rows(x) for x in compact.rows]))
         if score_mod is not None:
             # The kernel sees one row: each query's position carries which row it really is.
             tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
@@ -184,7 +194,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         tokens = tokens.expand(batch, -1).reshape(1, -1)
     # Without a name for the K/V: a name would keep the last chunk's alive while the output travels.
     out, lse, max_logit = merged(
-        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask, here), chunks, tokens,
+        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask, here, compact), chunks, tokens,
         AttentionOptions(call.options.scale, score_mod, call.options.softcap), max_logit=request.max_logit,
     )  # fmt: skip
     if flat:
@@ -208,7 +218,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
 
 
 def _compare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, mesh: DeviceMesh, kernel: str, call: _Call
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    local: RankPlan,
+    mesh: DeviceMesh,
+    kernel: str,
+    call: _Call,
 ) -> Compare | None:
     """Compare the call across the ranks; returns when its collectives may start."""
     options, mod = call.options, call.options.score_mod
@@ -216,10 +233,13 @@ def _compare(
         "mask": call.mask, "kernel": kernel, "dtype": q.dtype, "scale": plain(options.scale),
         "softcap": plain(options.softcap), "returns": (call.request.lse, call.request.max_logit),
         "score_mod": None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
+        "expand": None if call.expand is None else getattr(call.expand, "__qualname__", type(call.expand).__name__),
     }  # fmt: skip
     sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], *getattr(call.sinks, "shape", ()))
-    named = "[batch, heads of q and k, head dims of q and v, sinks]", sizes
-    return compare_call("context_parallel_attention", facts, mesh, (q, k, v), sizes=named, plan=local.digest)
+    if call.expand is not None:
+        sizes = (*sizes, *(size for x in rows for size in (x.shape[1], x.shape[3])))
+    named = "[batch, heads of q and k, head dims of q and v, sinks, heads and dims of rows]", sizes
+    return compare_call("context_parallel_attention", facts, mesh, (q, *rows), sizes=named, plan=local.digest)
 
 
 def _checked(
@@ -243,7 +263,7 @@ def _checked(
     if call.mask not in local.chunks:
         raise ValueError(f"the plan has no mask named {call.mask!r}; it has {sorted(local.chunks)}")
     own = local.chunks[call.mask][0]
-    _check_shapes(q, k, v, local, own.rows, call.sinks)
+    check_shapes(q, k, v, local, own.rows, call.sinks)
     fix_sizes(*[size for x in (q, k, v) for size in (x.shape[1], x.shape[3])])
     if isinstance(call.sinks, torch.Tensor):
         fix_sizes(*call.sinks.shape)
@@ -299,49 +319,10 @@ def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
-def _check_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, rows: int, sinks: torch.Tensor | None
-) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError(f"q, k and v must be [batch, heads, tokens, head_dim], got {shapes}")
-    if 0 in (q.shape[3], k.shape[3], v.shape[3]):
-        raise ValueError(f"head dims must be at least 1, got {shapes}")
-    num_tokens, num_keys = local.tokens.shape[1], local.key_tokens.shape[1]
-    if q.shape[2] != num_tokens or not k.shape[2] == v.shape[2] == num_keys:
-        raise ValueError(
-            f"q, k and v must be rank {local.rank}'s shard of the sequence, {num_tokens} of {local.seq_len} tokens in "
-            f"dim 2, with {num_keys} of {local.kv_len} keys, got {shapes}; cut them with spanwise.shard(plan, mesh, x, "
-            f"dim=2), the keys of cross attention with side='kv'"
-        )
-    if rows > 1 and q.shape[0] != rows:
-        raise ValueError(f"the plan has masks for {rows} batch rows, got {shapes}")
-    if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must agree in batch size, k and v in heads, q and k in head dim; got {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads; got {shapes}")
-    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
-    if not alike or q.dtype not in _FLOATS:
-        raise ValueError(
-            f"q, k and v must share dtype and device, float64, float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, "
-            f"{v.dtype} on {q.device}, {k.device}, {v.device}"
-        )
-    given = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-    if any(n is not None and n != got for n, got in zip(local.attention_shape, given, strict=True)):
-        raise ValueError(
-            f"the plan was made for (num_q_heads, num_kv_heads, head_dim, v_head_dim) = {local.attention_shape}, got "
-            f"{given}; {shapes}. make_plan takes those of one rank's tensors, under tensor parallelism its share of "
-            f"the heads; without them the plan serves any shape, and cannot check that ranks have equal heads"
-        )
-    if local.tokens.device != q.device:
-        raise ValueError(
-            f"the rank plan is on {local.tokens.device}, q on {q.device}; build it with plan.local(mesh, q.device)"
-        )
-    check_sinks(sinks, q.shape[1])
-
-
 def _with_dtensors(q: Any, k: Any, v: Any, call: _Call) -> tuple[torch.Tensor, Aux]:
     """Attention is independent per head: unwrap DTensors that are sharded over heads, compute, wrap again."""
+    if call.expand is not None:
+        raise ValueError("expand takes plain tensors; pass q.to_local(), with the rank's heads from expand")
     tensors = {"q": q, "k": k, "v": v}
     plain = sorted(name for name, x in tensors.items() if not isinstance(x, DTensor))
     if plain:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise.attention.compact import Compact
 from spanwise.attention.compare import Compared
 from spanwise.attention.executor import SHARD, Link, RankStep, Tensors, bring, check_first_order
 from spanwise.attention.kernels.base import Chunk
@@ -85,24 +86,24 @@ class ChunkKV:
         k, v: ``[B, Hkv, K, D]``.
         index: of the chunk among those that arrive; -1 for the rank's own.
         refetch: fetches the chunks again in the backward; None if they are kept.
+        again: gives k and v in the backward, where autograd is not to save them; None if it saves them.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     index: int = -1
     refetch: Refetch | None = None
+    again: Callable[[], Tensors] | None = None
 
     def attended(self, attend: Callable[[torch.Tensor, torch.Tensor], Part]) -> Part:
-        """The kernel's part ``attend(k, v)``; autograd does not save a chunk that is refetched."""
-        if self.refetch is None:
-            return attend(self.k, self.v)
-        if self.index < 0:
+        """The kernel's part ``attend(k, v)``; autograd saves neither k nor v if they can be had again."""
+        if self.again is None:
             part = attend(self.k, self.v)
         else:
             with not_saving() as forget:
                 part = attend(self.k, self.v)
-                forget((self.k, self.v), functools.partial(self.refetch.take, self.index))
-        return _RefetchInBackward.apply(self.refetch, self.index, *part)
+                forget((self.k, self.v), self.again)
+        return part if self.refetch is None else _RefetchInBackward.apply(self.refetch, self.index, *part)
 
 
 def kv_chunks(
@@ -113,6 +114,7 @@ def kv_chunks(
     mesh: DeviceMesh | None,
     mask: str,
     call: Compared | None = None,
+    compact: Compact | None = None,
 ) -> Iterator[ChunkKV]:
     """K/V of each chunk, in order. A generator: work between two items runs while later chunks travel.
 
@@ -120,13 +122,15 @@ def kv_chunks(
         k, v: ``[B, Hkv, T, D]``, the rank's own.
         mask: name of the mask, for errors.
         call: the attention call, if it is compared.
+        compact: what travels in place of K and V, which were expanded from it.
 
     Raises:
         spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
         ValueError: the plan refetches chunks, and this is compiled code.
     """
+    own = ChunkKV(k, v) if compact is None else ChunkKV(k, v, again=compact.again)
     if len(chunks) == 1:
-        yield ChunkKV(k, v)
+        yield own
         return
     assert mesh is not None
     if not local.keep_kv and torch.compiler.is_compiling():
@@ -134,19 +138,26 @@ def kv_chunks(
             "a plan with keep_kv=False is for eager code: in a compiled graph, selective activation checkpointing "
             "decides what is kept; make the plan with keep_kv=True"
         )
+    rows = (k, v) if compact is None else compact.rows
     remote, link, refetch = chunks[1:], outer_link(local, mesh, f"K/V, mask {mask!r}", call), None
     if not local.keep_kv:
         label = f"K/V refetched for the backward, mask {mask!r}"
-        refetch = Refetch(k.detach(), v.detach(), remote, link._replace(label=label))
+        refetch = Refetch(rows[0].detach(), rows[1].detach(), remote, link._replace(label=label))
     steps = [chunk.route for chunk in remote]
-    arriving = bring((k, v), steps, link, kv_form(k, v, steps))
-    yield ChunkKV(k, v, refetch=refetch)
+    arriving = bring(rows, steps, link, kv_form(rows[0], rows[1], steps))
+    yield dataclasses.replace(own, refetch=refetch)
     for i, chunk in enumerate(remote):
         pair = with_spare(chunk.route, next(arriving), chunk.kv_pos)
+        again: Callable[[], Tensors] | None = None
         if refetch is not None:
             pair = (pair[0].contiguous(), pair[1].contiguous())  # otherwise a kernel may save contiguous copies
-        yield ChunkKV(pair[0], pair[1], i, refetch)
-        del pair  # otherwise this chunk lives until the next one has arrived
+            again = functools.partial(refetch.take, i)
+        if compact is not None:
+            received = Compact(compact.expand, pair, again)
+            pair, again = received.expanded(), received.again
+            del received
+        yield ChunkKV(pair[0], pair[1], i, refetch, again)
+        del pair, again  # otherwise this chunk lives until the next one has arrived
 
 
 class Refetch:
