@@ -73,7 +73,9 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _torch.wait(_torch.start_reduce_scatter(grad, ctx.group.size(), _torch.group_name(ctx.group))), None
+        # The eager form of `_torch.start_reduce_scatter` adds ranks in another order than gloo does.
+        scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+        return _torch.wait(scatter(grad.contiguous(), "sum", ctx.group.size(), _torch.group_name(ctx.group))), None
 
 
 class Sharded(nn.Module):
