@@ -29,7 +29,7 @@ from spanwise.overlap.explain.report import Result
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.graph_pass import graph_pass
 from spanwise.overlap.optimize import lower_bound, optimize, simulate
-from spanwise.overlap.split.record import Split
+from spanwise.overlap.split.choose import Split
 
 __all__ = [
     "TENSOR_CORES",

@@ -29,7 +29,7 @@ from spanwise.overlap.fx.operators import Cost, Role, is_start, traits
 from spanwise.overlap.fx.sizes import assumed, has_symbols
 from spanwise.overlap.graph_pass import describe, facts, traced
 from spanwise.overlap.optimize import Result, check_options, not_split, optimize
-from spanwise.overlap.split.choose import apply
+from spanwise.overlap.split.rewrite import rewrite
 
 # Inductor generates code for most operators of these namespaces, and calls those of others.
 _GENERATED = frozenset({"aten", "prims"})
@@ -135,7 +135,7 @@ class Backend:
                 if not is_static:
                     result = dataclasses.replace(not_split(result) if cut else result, sizes=self._dynamic_size)
                 if result.split is not None and result.split.is_cut:
-                    apply(gm.graph, result.split.cuts, result.split.tokens, result.split.pieces)
+                    rewrite(gm.graph, result.split.cuts, result.split.tokens, result.split.pieces)
                 emit(bind(result.given, gm.graph), result.timeline.order.tolist(), result.members)
                 tied = [node for node in gm.graph.nodes if _is_tied(node)]
         with consensus.failure_reported(gm, "raised in on_result"):

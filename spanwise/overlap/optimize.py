@@ -30,8 +30,7 @@ from spanwise.overlap.fx.sizes import Sizes, assumed, check_sizes, has_symbols
 from spanwise.overlap.fx.values import NO_VALUE
 from spanwise.overlap.quotient import Quotient, alone, merge
 from spanwise.overlap.search import Schedule, default_budget, default_effort, schedule
-from spanwise.overlap.split.choose import Searches, described, find_split
-from spanwise.overlap.split.record import Split
+from spanwise.overlap.split.choose import Split, described, find_split
 
 
 def optimize(
@@ -111,7 +110,6 @@ def not_split(result: Result) -> Result:
 
 def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options: dict[str, Any]) -> Result:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
-    unsplit, bound = whole.timeline.makespan, whole.bounds.makespan
 
     def search(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
         return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **_with_effort(options, cut, quick))
@@ -119,12 +117,11 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     def fuse(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Quotient, Schedule]:
         return _bucketed(cut, of, found, bucket, _with_effort(options, cut), quick=quick)
 
-    trial = find_split(gm, cost, Searches(search, fuse), whole.timeline)
+    trial = find_split(gm, cost, search, fuse, whole.timeline)
     if trial is None:
-        return dataclasses.replace(whole, split=Split(why="no cut makes it shorter", unsplit=unsplit))
-    found = dataclasses.replace(
-        described(gm, trial), unsplit=unsplit, unsplit_bound=bound, heavy=frozenset(arithmetic(gm))
-    )
+        why = "no cut makes it shorter"
+        return dataclasses.replace(whole, split=Split(why=why, unsplit=whole.timeline.makespan))
+    found = described(gm, trial, whole.timeline, whole.bounds.makespan, arithmetic(gm))
     result = _emitted(trial.module, trial.cost, trial.captured, whole.before, trial.merged, trial.found)
     return dataclasses.replace(result, split=found)
 

@@ -19,7 +19,7 @@ from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.dag import Dag
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.reasons import Reason, hidden_counts, hideable, reasons
-from spanwise.overlap.split.record import Split
+from spanwise.overlap.split.choose import Split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from spanwise.overlap.explain.trace import save_chrome_trace
 from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.fx.operators import is_start, tensors_of
 from spanwise.overlap.fx.sizes import Sizes, assumed
-from spanwise.overlap.split.record import Split
+from spanwise.overlap.split.choose import Split
 
 #: Most rows of the table of collectives in a text.
 MOST = 10

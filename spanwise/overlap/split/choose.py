@@ -1,7 +1,6 @@
 """Which nodes to cut, and into how many pieces: tried with the scheduler, so that all else is as in `optimize`.
 
-regions ─► all segments in 2, 4, 8 pieces ─► without one kind of segment after another
-        ─► the shortest schedule
+regions ─► all segments in 2, 4, 8 pieces ─► without one kind of segment after another ─► the shortest schedule
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -23,36 +22,102 @@ from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.quotient import Quotient
 from spanwise.overlap.search import Schedule
-from spanwise.overlap.split.cut import Cut
-from spanwise.overlap.split.price import SENSITIVITY, PieceCost, slower
-from spanwise.overlap.split.record import Split
-from spanwise.overlap.split.region import Region, chosen, find_regions
-from spanwise.overlap.split.rewrite import Made, rewrite
-from spanwise.overlap.split.tokenwise import COLLECTIVES, is_product_of_rows
-from spanwise.overlap.split.values import CannotSplit, Values
+from spanwise.overlap.split.region import Region, find_regions
+from spanwise.overlap.split.rewrite import CannotSplit, Made, Values, rewrite
+from spanwise.overlap.split.tokenwise import COLLECTIVES, Cut, is_product_of_rows
 
 PIECES = (2, 4, 8)
 #: A cut graph must be this much shorter than the uncut one: costs are estimates.
 WORTH = 0.995
-
-
-class Searches(NamedTuple):
-    """The scheduler and the buckets of `optimize`, with its limits.
-
-    Attributes:
-        schedule: ``(captured, most orders or None, bounds)``; ``ValueError`` if no order fits the budget.
-        bucket: ``(captured, cost, schedule, quick)``: buckets, and the schedule with them.
-    """
-
-    schedule: Callable[[Captured, int | None, Bounds], Schedule]
-    bucket: Callable[[Captured, Cost, Schedule, bool], tuple[Quotient, Schedule]]
-
-
 #: Orders of a quick schedule. With 4 in place of 8, four layers of Llama-8B gain 3.2 % rather than 9.3 %.
 QUICK = 8
-#: A trial whose schedule without buckets is that much longer than the best trial's gets no buckets. Of eight trials of
-#: eight layers of Llama-8B that are two, and the choice is the same.
-HOPELESS = 1.02
+#: A product of M rows runs at M / (M + HALF_RATE) of the rate. Assumed; `Split.sensitivity` shows what hangs on it.
+HALF_RATE = 256
+#: Other values for which a result tells the makespan of its order.
+SENSITIVITY = (128, 512)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """What ``optimize(split=True)`` cut into pieces.
+
+    Attributes:
+        pieces: pieces of each cut node; 1 if nothing was cut.
+        why: why nothing was cut; "" otherwise.
+        group: process group of the collectives that were cut.
+        collectives: cut collectives by operator, with their number in the given graph.
+        products: cut matrix products.
+        tokens: tokens of a rank, along the axis that was cut.
+        cuts: of each cut node, by name, where its result has the tokens.
+        unsplit: milliseconds of the best schedule found without cuts. `unsplit_bound`: the bound of that graph.
+        copies: milliseconds of tensors taken apart and put together.
+        half_rate: a product of M rows was assumed to run at M / (M + half_rate) of the rate.
+        sensitivity: makespan of the order if a product of M rows runs at M / (M + n) of the rate, by n.
+        dag: the cut graph in its own order; `Result.members` refers to it.
+        heavy: names of the given graph's nodes that count as compute which hides.
+
+    >>> Split(pieces=2, cuts={"mm": Cut(0, blocks=8)}).is_cut, Split(why="no cut makes it shorter").is_cut
+    (True, False)
+    """
+
+    pieces: int = 1
+    why: str = ""
+    group: str = ""
+    collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    products: int = 0
+    tokens: int = 0
+    cuts: Mapping[str, Cut] = dataclasses.field(default_factory=dict)
+    unsplit: float = 0.0
+    unsplit_bound: float = 0.0
+    copies: float = 0.0
+    half_rate: int = 0
+    sensitivity: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    dag: Dag | None = None
+    heavy: frozenset[str] = frozenset()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether anything was cut."""
+        return bool(self.cuts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a report shows, for JSON."""
+        if not self.is_cut:
+            return {"pieces": self.pieces, "why": self.why}
+        hidden = ("why", "tokens", "cuts", "dag", "heavy")
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in hidden}
+
+
+class PieceCost:
+    """Costs of the nodes of a cut graph: the given ones, with products of few rows at a lower rate.
+
+    Args:
+        cost: of the given graph's nodes, and of nodes like them. Its attribute ``half_rate``, if any, replaces
+            `HALF_RATE`.
+        rows: of pieces of products, by name: rows of the left operand.
+        given: names of the given graph's nodes.
+    """
+
+    def __init__(self, cost: Cost, rows: Mapping[str, int], given: frozenset[str]) -> None:
+        self._cost, self._rows, self._given = cost, rows, given
+        self._known: dict[fx.Node, float] = {}  # two walks over a graph ask for each cost
+        self.half_rate = getattr(cost, "half_rate", HALF_RATE)
+
+    def __getattr__(self, name: str) -> Any:  # merged, is_guess, link
+        return getattr(self._cost, name)
+
+    def __call__(self, node: fx.Node) -> float:
+        if node not in self._known:
+            try:
+                ms = self._cost(node)
+            except Exception as error:
+                if node.name in self._given:
+                    raise
+                text = f"split=True made it, and cost must give its milliseconds, as a CostModel does: {error}"
+                raise GraphError(node.name, text) from error
+            rows = self._rows.get(node.name)
+            self._known[node] = ms if rows is None else ms * (rows + self.half_rate) / rows
+        return self._known[node]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,14 +125,12 @@ class Trial:
     """A cut graph and its result.
 
     Attributes:
-        kinds: of segments that were cut.
         cuts: of the nodes that were cut, by name.
         module, captured, cost, bounds: the cut graph in its own order, its dag, and its costs.
         merged, found: buckets and schedule of the cut graph.
     """
 
     region: Region
-    kinds: frozenset[str]
     cuts: Mapping[str, Cut]
     pieces: int
     made: Made
@@ -78,14 +141,17 @@ class Trial:
     merged: Quotient
     found: Schedule
 
-    @property
-    def makespan(self) -> float:
-        return float(self.found.timeline.makespan)
+
+Scheduler = Callable[[Captured, int | None, Bounds], Schedule]
+"""The scheduler of `optimize` with its limits: ``(captured, most orders or None, bounds)``; ``ValueError`` if no order
+fits the budget."""
+Bucketing = Callable[[Captured, Cost, Schedule, bool], tuple[Quotient, Schedule]]
+"""Buckets, and the schedule with them: ``(captured, cost, schedule, quick)``."""
 
 
-def find_split(gm: fx.GraphModule, cost: Cost, searches: Searches, whole: Timeline) -> Trial | None:
+def find_split(gm: fx.GraphModule, cost: Cost, schedule: Scheduler, bucket: Bucketing, whole: Timeline) -> Trial | None:
     """The best cut graph; None if none is shorter than `whole`, the best schedule of `gm`, by more than `WORTH`."""
-    trials = _Trials(gm, cost, searches, WORTH * whole.makespan)
+    trials = _Trials(gm, cost, schedule, bucket, WORTH * whole.makespan)
     for region in find_regions(gm.graph):
         part = trials.best is not None and set(region.collectives) < set(trials.best.region.collectives)
         if not part and _floor(whole.dag, region.group) < trials.makespan:
@@ -93,92 +159,70 @@ def find_split(gm: fx.GraphModule, cost: Cost, searches: Searches, whole: Timeli
     best = trials.best
     if best is None:
         return None
-    merged, found = searches.bucket(
-        best.captured, best.cost, searches.schedule(best.captured, None, best.bounds), False
-    )
-    better = found.timeline.makespan <= best.makespan
+    merged, found = bucket(best.captured, best.cost, schedule(best.captured, None, best.bounds), False)
+    better = found.timeline.makespan <= best.found.timeline.makespan
     return dataclasses.replace(best, merged=merged, found=found) if better else best
 
 
 def _floor(dag: Dag, group: str) -> float:
     """Milliseconds of compute or of another group's collectives, whichever is more: no cut makes these less."""
-    streams = [
-        sum(dag.nodes[i].ms for i in dag.starts if dag.nodes[i].group == other)
-        for other in dag.groups
-        if other != group
-    ]
-    return max(dag.compute_ms, *streams, 0.0)
+    streams = dict.fromkeys(dag.groups, 0.0)
+    for i in dag.starts:
+        streams[dag.nodes[i].group] += dag.nodes[i].ms
+    return max(dag.compute_ms, *(ms for other, ms in streams.items() if other != group), 0.0)
 
 
 class _Trials:
     """The best trial so far, and what it must be shorter than."""
 
-    def __init__(self, gm: fx.GraphModule, cost: Cost, searches: Searches, makespan: float) -> None:
-        self.gm, self.cost, self.searches, self.makespan = gm, cost, searches, makespan
-        self.unmerged = math.inf  # milliseconds of the best trial before its buckets
+    def __init__(self, gm: fx.GraphModule, cost: Cost, schedule: Scheduler, bucket: Bucketing, makespan: float) -> None:
+        self.gm, self.cost, self.schedule, self.bucket, self.makespan = gm, cost, schedule, bucket, makespan
         self.values = Values()
         self.names = frozenset(node.name for node in gm.graph.nodes)
         self.best: Trial | None = None
 
     def region(self, region: Region) -> None:
-        """Try more and more pieces while that helps, then without each kind of segment; if all is in vain, one kind."""
-        kinds, last, pieces = frozenset(region.segments), math.inf, PIECES[0]
+        """Try more and more pieces while that helps, then without each kind of segment."""
+        kinds, last, pieces = set(region.segments), math.inf, PIECES[0]
         for number in PIECES:
             found = self.trial(region, kinds, number) if number <= region.tokens else math.inf
             if found >= last:
                 break
             last, pieces = found, number
-        before = self.best
         for kind in sorted(kinds):
-            if len(kinds) > 1 and self.tried(region, kinds - {kind}, pieces):
-                kinds -= {kind}
-        if self.best is before and len(kinds) > 2:
-            for kind in sorted(kinds):
-                self.trial(region, frozenset({kind}), pieces)
+            before = self.best
+            if len(kinds) > 1:
+                self.trial(region, kinds - {kind}, pieces)
+            if self.best is not before:
+                kinds.remove(kind)
 
-    def tried(self, region: Region, kinds: frozenset[str], pieces: int) -> bool:
-        """Whether a trial is better than all before."""
-        before = self.best
-        self.trial(region, kinds, pieces)
-        return self.best is not before
-
-    def trial(self, region: Region, kinds: frozenset[str], pieces: int) -> float:
+    def trial(self, region: Region, kinds: Iterable[str], pieces: int) -> float:
         """Milliseconds of the cut graph, or a bound that is no better; infinite if it has no order in the budget."""
-        cuts = {node.name: cut for node, cut in chosen(region, kinds).items()}
+        cuts = region.chosen(kinds)
         if not cuts:
             return math.inf
         module = _torch.copy_module(self.gm)
         try:
-            made = apply(module.graph, cuts, region.tokens, pieces, self.values)
+            made = rewrite(module.graph, cuts, region.tokens, pieces, self.values)
         except CannotSplit:
             return math.inf
         cost = PieceCost(self.cost, made.rows, self.names)
         captured = to_dag(module, cost)
-        if captured.dag.compute_ms >= self.makespan:
-            return math.inf
         bounds = lower_bounds(captured.contracted.dag)
         # Buckets shorten the work of a group's stream, but no collective, and so neither of these.
         if (least := max(bounds.path, bounds.streams["compute"])) >= self.makespan:
             return least
         try:
-            found = self.searches.schedule(captured, QUICK, bounds)
+            found = self.schedule(captured, QUICK, bounds)
         except GraphError:
             raise
         except ValueError:  # no order within the budget
             return math.inf
-        if (unmerged := found.timeline.makespan) > HOPELESS * self.unmerged:
-            return unmerged
-        merged, found = self.searches.bucket(captured, cost, found, True)
-        trial = Trial(region, kinds, cuts, pieces, made, module, captured, cost, bounds, merged, found)
-        if trial.makespan < self.makespan:
-            self.best, self.makespan, self.unmerged = trial, trial.makespan, unmerged
-        return trial.makespan
-
-
-def apply(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int, values: Values | None = None) -> Made:
-    """Cut the nodes of these names, in place; equal graphs become equal; ``CannotSplit`` if a piece cannot be made."""
-    of_nodes = {node: cuts[node.name] for node in graph.nodes if node.name in cuts}
-    return rewrite(graph, of_nodes, tokens, pieces, values)
+        merged, found = self.bucket(captured, cost, found, True)
+        if found.timeline.makespan < self.makespan:
+            self.makespan = found.timeline.makespan
+            self.best = Trial(region, cuts, pieces, made, module, captured, cost, bounds, merged, found)
+        return found.timeline.makespan
 
 
 def cut_graphs(gm: fx.GraphModule, pieces: Iterable[int] = PIECES) -> Iterator[fx.GraphModule]:
@@ -188,15 +232,14 @@ def cut_graphs(gm: fx.GraphModule, pieces: Iterable[int] = PIECES) -> Iterator[f
     """
     for region in find_regions(gm.graph):
         for number in pieces:
-            cuts = {node.name: cut for node, cut in chosen(region, frozenset(region.segments)).items()}
             module = _torch.copy_module(gm)
             with contextlib.suppress(CannotSplit):
-                apply(module.graph, cuts, region.tokens, number)
+                rewrite(module.graph, region.chosen(), region.tokens, number)
                 yield module
 
 
-def described(gm: fx.GraphModule, trial: Trial) -> Split:
-    """The record of the trial that was chosen."""
+def described(gm: fx.GraphModule, trial: Trial, whole: Timeline, bound: float, heavy: Iterable[str]) -> Split:
+    """The record of the trial that was chosen in place of the timeline `whole`."""
     dag = trial.captured.dag
     cut = [node for node in gm.graph.nodes if node.name in trial.cuts]
     copies = set(trial.made.copies)
@@ -207,10 +250,13 @@ def described(gm: fx.GraphModule, trial: Trial) -> Split:
         products=sum(is_product_of_rows(node, trial.cuts[node.name]) for node in cut),
         tokens=trial.region.tokens,
         cuts=trial.cuts,
+        unsplit=whole.makespan,
+        unsplit_bound=bound,
         copies=sum(node.ms for node in dag.nodes if node.name in copies),
         half_rate=trial.cost.half_rate,
         sensitivity={n: _with_half_rate(trial, n) for n in SENSITIVITY},
         dag=dag,
+        heavy=frozenset(heavy),
     )
 
 
@@ -219,9 +265,8 @@ def _with_half_rate(trial: Trial, half_rate: int) -> float:
     timeline, rows = trial.found.timeline, trial.made.rows
 
     def ms(node: Node) -> float:
-        if node.name not in rows:
-            return node.ms
-        return node.ms * slower(rows[node.name], half_rate) / slower(rows[node.name], trial.cost.half_rate)
+        of_node = rows.get(node.name)
+        return node.ms if of_node is None else node.ms * (of_node + half_rate) / (of_node + trial.cost.half_rate)
 
     nodes = tuple(dataclasses.replace(node, ms=ms(node)) for node in timeline.dag.nodes)
     return simulate(Dag(nodes), timeline.order.tolist()).makespan

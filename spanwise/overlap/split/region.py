@@ -12,15 +12,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from spanwise.overlap.fx.operators import STARTS, WAIT, group_of, storage_of, tensors_of, traits
-from spanwise.overlap.split.cut import Cut
-from spanwise.overlap.split.rules import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from spanwise.overlap.split.tokenwise import COLLECTIVES, candidates, is_product_of_rows, legal, makes_rows
+from spanwise.overlap.split.tokenwise import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    Cut,
+    candidates,
+    is_product_of_rows,
+    legal,
+    makes_rows,
+)
 
 # Dims of a collective's operand that are tried as the tokens' dim; with 1, [batch, tokens, hidden] tensors stay whole.
 _DIMS = 2
@@ -46,6 +54,34 @@ class Region:
     def collectives(self) -> list[fx.Node]:
         return [node for node in self.cuts if node.target in COLLECTIVES]
 
+    def chosen(self, kinds: Iterable[str] | None = None) -> dict[str, Cut]:
+        """Cuts, by name, of segments of these kinds, their collectives and nodes between these; default: of all."""
+        kinds = self.segments if kinds is None else kinds
+        found = {node for kind in kinds for segment in self.segments[kind] for node in segment}
+        others = {node for of_kind in self.segments.values() for segment in of_kind for node in segment} - found
+        starts = {start for start in self.collectives if not found.isdisjoint(_around(start))}
+        waits = {wait for start in starts for wait in start.users if wait in self.cuts}
+        between = [n for n in self.cuts if n not in found | others | starts | waits and n.target not in COLLECTIVES]
+        after, before = set(waits), set(starts)
+        for node in between:
+            if not after.isdisjoint(node.all_input_nodes):
+                after.add(node)
+        for node in reversed(between):
+            if not before.isdisjoint(node.users):
+                before.add(node)
+        chosen = found | starts | waits | (after & before)
+        for node in self.cuts:  # a tuple is cut with all of its items
+            if node.target is operator.getitem and node.args[0] in chosen:
+                chosen.add(node)
+        return {node.name: cut for node, cut in self.cuts.items() if node in chosen}
+
+
+def _around(start: fx.Node) -> Iterator[fx.Node]:
+    """What a collective reads, and what reads its results."""
+    yield from start.all_input_nodes
+    for wait in start.users:
+        yield from (wait, *wait.users)
+
 
 def find_regions(graph: fx.Graph) -> list[Region]:
     """Regions of a graph, the largest first: one for each process group and possible dim of tokens."""
@@ -58,9 +94,10 @@ def find_regions(graph: fx.Graph) -> list[Region]:
     for group, starts in groups.items():
         for dim in range(_DIMS):
             for tokens in dict.fromkeys(_tokens(starts, dim)):
-                region = _region(graph, group, starts, dim, tokens, stops)
-                if region is not None and all(set(region.cuts) != set(other.cuts) for other in found):
-                    found.append(region)
+                cuts = _Growth(graph, tokens, group, stops).region(starts, dim)
+                if cuts and all(cuts.keys() != region.cuts.keys() for region in found):
+                    found.append(Region(group, tokens, cuts, _segments(cuts)))
+    found = [region for region in found if region.collectives]
     return sorted(found, key=lambda region: -len(region.collectives))
 
 
@@ -79,8 +116,7 @@ def _stops(graph: fx.Graph) -> set[fx.Node]:
     written: set[fx.Node] = set()
     for node in graph.nodes:
         known = traits(node)
-        values = tensors_of(node)
-        for value in values:
+        for value in tensors_of(node):
             groups.join(node, storage_of(value))
         if node.op == "call_function" and (known.is_alias or node.target in (operator.getitem, WAIT)):
             for arg in node.all_input_nodes:
@@ -91,8 +127,7 @@ def _stops(graph: fx.Graph) -> set[fx.Node]:
     return {
         node
         for node in graph.nodes
-        if groups.root(node) in roots
-        or any(groups.root(arg) in roots for arg in node.all_input_nodes)
+        if any(groups.root(one) in roots for one in (node, *node.all_input_nodes))
         or any(type(size) is not int for x in tensors_of(node) for size in (*x.shape, *x.stride()))
         or (node.target in STARTS and (node.target not in COLLECTIVES or [u.target for u in node.users] != [WAIT]))
     }
@@ -122,6 +157,31 @@ class _Growth:
         self.cuts: dict[fx.Node, Cut] = {}
         self.place = {node: at for at, node in enumerate(graph.nodes)}
 
+    def region(self, starts: Sequence[fx.Node], dim: int) -> dict[fx.Node, Cut]:
+        """Cuts of all that can be cut with these collectives if `dim` of their results has the tokens."""
+        for start in starts:
+            shape, before, after = tensors_of(start)[0].shape, {}, {}
+            if dim >= len(shape) or not shape[dim] or shape[dim] % self.tokens:
+                continue
+            cut = Cut(dim, shape[dim] // self.tokens)
+            if legal(start, cut, self.tokens) is None:
+                continue
+            if start.target is not ALL_GATHER:
+                if not (before := self.to_product(start, cut)):
+                    continue
+            elif start not in self.cuts:
+                after = self.forward(start, cut)
+                if not _num_products(after):
+                    continue
+            for node, of_node in before.items():
+                if self.cuts.setdefault(node, of_node) == of_node:
+                    self.cuts.update(self.forward(node, of_node))
+            if start not in self.cuts:
+                self.cuts.update(after or self.forward(start, cut))
+        self.backward()
+        items = {n for n in self.cuts if n.target is operator.getitem and n.args[0] not in self.cuts}
+        return {node: self.cuts[node] for node in self.graph.nodes if node in self.cuts and node not in items}
+
     def allows(self, node: fx.Node) -> bool:
         if node in self.stops or node.op != "call_function":
             return False
@@ -136,7 +196,7 @@ class _Growth:
                     continue
                 for maybe in candidates(user, source, found[source], self.tokens):
                     known = legal(user, maybe, self.tokens)
-                    if known is not None and known.cuts.get(source) == found[source]:
+                    if known is not None and known.get(source) == found[source]:
                         found[user] = maybe
                         todo.append(user)
                         break
@@ -146,8 +206,7 @@ class _Growth:
         """What leads to `node` from products of rows or look-ups of rows, these included; empty if there are none."""
         seen, todo = {node: cut}, [node]
         for user in todo:
-            known = legal(user, seen[user], self.tokens)
-            for arg, of_arg in known.cuts.items() if known else ():
+            for arg, of_arg in (legal(user, seen[user], self.tokens) or {}).items():
                 allowed = self.allows(arg) and arg.target not in COLLECTIVES
                 if arg not in seen and allowed and legal(arg, of_arg, self.tokens) is not None:
                     seen[arg] = of_arg
@@ -168,48 +227,10 @@ class _Growth:
             cuts = set()
             for user in node.users:
                 known = legal(user, self.cuts[user], self.tokens) if user in self.cuts else None
-                cuts.add(known.cuts.get(node) if known else None)
+                cuts.add((known or {}).get(node))
             (cut, *more) = cuts
             if cut is not None and not more and legal(node, cut, self.tokens) is not None:
                 self.cuts[node] = cut
-
-
-def _region(
-    graph: fx.Graph, group: str, starts: Sequence[fx.Node], dim: int, tokens: int, stops: set[fx.Node]
-) -> Region | None:
-    growth = _Growth(graph, tokens, group, stops)
-    for start in starts:
-        for cut in _cuts_of(start, dim, tokens):
-            if legal(start, cut, tokens) is None:
-                continue
-            before = {} if start.target is ALL_GATHER else growth.to_product(start, cut)
-            if start.target is ALL_GATHER and start not in growth.cuts:
-                after = growth.forward(start, cut)
-                if not _num_products(after):
-                    continue
-            elif not before:
-                continue
-            for node, of_node in before.items():
-                if growth.cuts.setdefault(node, of_node) == of_node:
-                    growth.cuts.update(growth.forward(node, of_node))
-            if start not in growth.cuts:
-                growth.cuts.update(growth.forward(start, cut))
-            break
-    growth.backward()
-    cuts: dict[fx.Node, Cut] = {}
-    for node in graph.nodes:  # an item is cut with its tuple, and a tuple with all of its items
-        if node in growth.cuts and not (node.target is operator.getitem and node.args[0] not in growth.cuts):
-            cuts[node] = growth.cuts[node]
-    if not any(node.target in COLLECTIVES for node in cuts):
-        return None
-    return Region(group, tokens, cuts, _segments(cuts))
-
-
-def _cuts_of(start: fx.Node, dim: int, tokens: int) -> Iterator[Cut]:
-    """Cuts of the result of a collective whose local operand or result has the tokens in `dim`."""
-    shape = tensors_of(start)[0].shape
-    if dim < len(shape) and shape[dim] % tokens == 0 and shape[dim]:
-        yield Cut(dim, shape[dim] // tokens)
 
 
 def _segments(cuts: Mapping[fx.Node, Cut]) -> dict[str, tuple[tuple[fx.Node, ...], ...]]:
@@ -240,33 +261,3 @@ def _kind(cuts: Mapping[fx.Node, Cut]) -> str:
     """A text that is equal for equal segments."""
     described = [(str(node.target), [tuple(x.shape) for x in tensors_of(node)]) for node in cuts]
     return f"{_num_products(cuts)} products, {hashlib.sha256(repr(described).encode()).hexdigest()[:8]}"
-
-
-def chosen(region: Region, kinds: frozenset[str]) -> dict[fx.Node, Cut]:
-    """Cuts of the nodes to cut if segments of these kinds are: they, their collectives, and nodes between these."""
-    found = {node for kind in kinds for segment in region.segments.get(kind, ()) for node in segment}
-    others = {node for of_kind in region.segments.values() for segment in of_kind for node in segment} - found
-    starts = {
-        start
-        for start in region.collectives
-        if any(
-            node in found
-            for node in (*start.all_input_nodes, *(user for wait in start.users for user in wait.users), *start.users)
-        )
-    }
-    waits = {wait for start in starts for wait in start.users if wait in region.cuts}
-    between = [
-        node for node in region.cuts if node not in found | others | starts | waits and node.target not in COLLECTIVES
-    ]
-    after, before = set(waits), set(starts)
-    for node in between:
-        if any(arg in after for arg in node.all_input_nodes):
-            after.add(node)
-    for node in reversed(between):
-        if any(user in before for user in node.users):
-            before.add(node)
-    all_of_them = found | starts | waits | (after & before)
-    for node in region.cuts:  # a tuple is cut with all of its items
-        if node.target is operator.getitem and node.args[0] in all_of_them:
-            all_of_them.add(node)
-    return {node: cut for node, cut in region.cuts.items() if node in all_of_them}

@@ -2,27 +2,32 @@
 
 Pieces stand where their node stood, so that what reads and writes memory around them keeps its order. `schedule` moves
 them later. A whole tensor is taken apart where a piece needs a part of it; pieces are put together again, in the order
-of the whole, where something needs all of it.
+of the whole, where something needs all of it. New nodes get their ``meta["val"]`` from fake tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from spanwise.overlap.fx.operators import WAIT, is_free, nodes_in, tensors_of
-from spanwise.overlap.split.cut import Cut, bounds
-from spanwise.overlap.split.rules import Legal
-from spanwise.overlap.split.tokenwise import COLLECTIVES, is_product_of_rows, legal
-from spanwise.overlap.split.values import CannotSplit, Values, add_call
+from spanwise.overlap import _torch
+from spanwise.overlap.fx.operators import WAIT, is_free, nodes_in, tensors_in, tensors_of
+from spanwise.overlap.split.tokenwise import COLLECTIVES, Cut, bounds, is_product_of_rows, legal, piece_call
 
 _aten = torch.ops.aten
+
+# Metadata about the one tensor of a node: a new node has another.
+_OF_VALUE = ("val", "tensor_meta", "example_value", "eager_input_vals", "known")
+
+
+class CannotSplit(ValueError):
+    """Pieces of a node cannot be made; the text says why."""
 
 
 @dataclasses.dataclass
@@ -38,10 +43,64 @@ class Made:
     copies: list[str] = dataclasses.field(default_factory=list)
 
 
-def rewrite(
-    graph: fx.Graph, cuts: Mapping[fx.Node, Cut], tokens: int, pieces: int, values: Values | None = None
-) -> Made:
-    """Replace each node of `cuts` by its pieces, in place; the graph computes the same.
+class Values:
+    """Values by operator and arguments: copies of one graph, cut in several ways, have most of their new nodes alike.
+
+    In one graph each value belongs to one node, because two results do not share memory.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Any, Any]] = {}  # with the arguments, which keeps their identities
+        self._taken: Counter[Any] = Counter()
+
+    def next_graph(self) -> None:
+        """Let nodes of another graph have the known values."""
+        self._taken.clear()
+
+    def of(self, node: fx.Node) -> Any:
+        """The value of a node; raises whatever its operator raises."""
+        given = [arg.meta.get("val") for arg in node.all_input_nodes]
+        call = node.target, _hashable(node.args), _hashable(node.kwargs)
+        key = call, self._taken[call]
+        if key not in self._known:
+            self._known[key] = _value(node), given
+        self._taken[call] += 1
+        return self._known[key][0]
+
+
+def _hashable(value: Any) -> Any:
+    """An argument, with the identities of values for nodes."""
+    if isinstance(value, fx.Node):
+        return fx.Node, id(value.meta.get("val"))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    return type(value), value
+
+
+def _value(node: fx.Node) -> Any:
+    """What an operator returns for the values of its arguments; collectives of fake tensors send nothing."""
+    values = [tensor for arg in node.all_input_nodes for tensor in tensors_in(arg.meta.get("val"))]
+    modes = {id(mode): mode for mode in map(_torch.fake_mode_of, values)}
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    mode = next(iter(modes.values())) if len(modes) == 1 else None
+    if mode is None:  # real tensors, or those of several modes
+        mode = _torch.fake_mode()
+        convert = lambda x: _fake(mode, x) if isinstance(x, torch.Tensor) else x  # noqa: E731
+        args, kwargs = _torch.tree_map(convert, (args, kwargs))
+    target: Any = node.target
+    with mode, torch.no_grad():
+        return args[0] if target is WAIT else target(*args, **kwargs)
+
+
+def _fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def rewrite(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int, values: Values | None = None) -> Made:
+    """Replace each node that `cuts` names by its pieces, in place; equal graphs become equal, and compute the same.
 
     Args:
         tokens: size of the region's token axis on a rank. Pieces differ by at most one token.
@@ -50,13 +109,14 @@ def rewrite(
     Raises:
         CannotSplit: a piece cannot be made. The graph is then of no use.
     """
-    work = _Rewrite(graph, cuts, tokens, bounds(tokens, pieces), values or Values())
-    for node in list(graph.nodes):
-        if node in cuts:
+    nodes = list(graph.nodes)
+    work = _Rewrite(graph, {node: cuts[node.name] for node in nodes if node.name in cuts}, tokens, pieces, values)
+    for node in nodes:
+        if node in work.cuts:
             work.cut(node)
         else:
             work.keep(node)
-    for node in reversed(list(cuts)):
+    for node in reversed(list(work.cuts)):
         if not node.users:
             graph.erase_node(node)
     return work.made
@@ -66,16 +126,11 @@ class _Rewrite:
     """Pieces and whole tensors of the nodes so far."""
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        cuts: Mapping[fx.Node, Cut],
-        tokens: int,
-        of_pieces: list[tuple[int, int]],
-        values: Values,
+        self, graph: fx.Graph, cuts: Mapping[fx.Node, Cut], tokens: int, pieces: int, values: Values | None
     ) -> None:
-        self.graph, self.cuts, self.tokens, self.bounds = graph, cuts, tokens, of_pieces
-        values.next_graph()
-        self._add = functools.partial(add_call, graph, values)
+        self.graph, self.cuts, self.tokens, self.bounds = graph, cuts, tokens, bounds(tokens, pieces)
+        self.values = values or Values()
+        self.values.next_graph()
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
         self.taken: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
         self.opened: dict[tuple[fx.Node, Cut], fx.Node] = {}
@@ -90,6 +145,7 @@ class _Rewrite:
                     node.replace_input_with(arg, self.whole(arg, node))
 
     def cut(self, node: fx.Node) -> None:
+        """Make the pieces of a node."""
         known = legal(node, self.cuts[node], self.tokens)
         if known is None:
             raise CannotSplit(f"{node.name!r} cannot be cut at {self.cuts[node]}")
@@ -101,31 +157,45 @@ class _Rewrite:
         with self.graph.inserting_before(node):
             self.pieces[node] = [self._piece(node, known, i) for i in range(len(self.bounds))]
 
-    def _piece(self, node: fx.Node, known: Legal, i: int) -> fx.Node:
-        first, end = self.bounds[i]
-        args, kwargs = known.resized(end - first) if known.resized else (node.args, dict(node.kwargs))
+    def _add(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A node with the metadata of `like`, and a value; ``CannotSplit`` if the operator refuses."""
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=f"{like.name}_piece")
+        node.meta = {name: value for name, value in like.meta.items() if name not in _OF_VALUE}
+        try:
+            node.meta["val"] = self.values.of(node)
+        except Exception as error:  # an operator may raise anything
+            self.graph.erase_node(node)
+            raise CannotSplit(f"{target} of a piece of {like.name!r}: {type(error).__name__}: {error}") from error
+        return node
+
+    def _piece(self, node: fx.Node, known: Mapping[fx.Node, Cut], i: int) -> fx.Node:
+        cut, size = self.cuts[node], self.bounds[i][1] - self.bounds[i][0]
+        call = piece_call(node, cut, self.tokens, size)
         parts: dict[fx.Node, fx.Node] = {}
-        for arg in nodes_in([*args, *kwargs.values()]):
-            if arg in known.cuts:
-                parts[arg] = self._part(arg, known.cuts[arg], i, node)
+        for arg in nodes_in([*call[1], *call[2].values()]):
+            if arg in known:
+                parts[arg] = self._part(arg, known[arg], i, node)
             elif arg in self.cuts:
                 parts[arg] = self.whole(arg, node)
         if node.target in COLLECTIVES:
             parts = {arg: self._compact(part, arg) for arg, part in parts.items()}
         try:
-            made = self._call(node, args, kwargs, parts)
+            made = self._call(node, call, parts)
         except CannotSplit:  # a view of a part that has gaps
             parts = {arg: self._compact(part, None) for arg, part in parts.items()}
-            made = self._call(node, args, kwargs, parts)
-        if is_product_of_rows(node, self.cuts[node]):
-            left = tensors_of(parts[next(arg for arg in node.all_input_nodes if arg in known.cuts)])[0]
+            made = self._call(node, call, parts)
+        for whole, piece in zip(tensors_of(node), tensors_of(made), strict=True):
+            if list(piece.shape) != [cut.size(size) if d == cut.dim else n for d, n in enumerate(whole.shape)]:
+                raise CannotSplit(f"a piece of {node.name!r} has the shape {tuple(piece.shape)}")
+        if is_product_of_rows(node, cut):
+            left = tensors_of(parts[next(arg for arg in node.all_input_nodes if arg in known)])[0]
             batches = left.shape[0] if node.target is _aten.bmm.default else 1
             self.made.rows[made.name] = math.prod(left.shape[:-1]) // batches
         return made
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any, parts: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda arg: parts.get(arg, arg))
-        return self._add(node, node.target, tuple(args), kwargs)
+    def _call(self, node: fx.Node, call: tuple[Any, Any, Any], parts: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        args, kwargs = fx.node.map_arg(call[1:], lambda arg: parts.get(arg, arg))
+        return self._add(node, call[0], tuple(args), kwargs)
 
     def _part(self, arg: fx.Node, cut: Cut, i: int, user: fx.Node) -> fx.Node:
         """Piece `i` of an argument: of a cut node, or taken from a whole tensor."""
@@ -149,8 +219,9 @@ class _Rewrite:
             sizes = [*before, cut.blocks, self.tokens * cut.unit, *after]
             self.opened[source, cut] = self._add(source, _aten.view.default, (source, sizes))
         apart = self._add(source, _aten.slice.Tensor, (self.opened[source, cut], cut.dim + 1, first, end))
-        copy = self._clone(apart)
-        return self._add(source, _aten.view.default, (copy, [*before, cut.blocks * (end - first), *after]))
+        return self._add(
+            source, _aten.view.default, (self._clone(apart), [*before, cut.blocks * (end - first), *after])
+        )
 
     def _clone(self, source: fx.Node) -> fx.Node:
         copy = self._add(source, _aten.clone.default, (source,), {"memory_format": torch.contiguous_format})

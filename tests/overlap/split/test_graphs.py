@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from spanwise.overlap import _torch
 from spanwise.overlap.fx.decoder import Axis
-from spanwise.overlap.split.region import Region, chosen, find_regions
+from spanwise.overlap.split.region import Region, find_regions
 from spanwise.overlap.split.rewrite import rewrite
 from tests.lockstep import Lockstep
 from tests.overlap.split.test_rewrite import error
@@ -48,9 +48,8 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModul
 
 def cut(gm: fx.GraphModule, pieces: int, region: Region | None = None) -> fx.GraphModule:
     region = region or find_regions(gm.graph)[0]
-    cuts = {node.name: of for node, of in chosen(region, frozenset(region.segments)).items()}
     graph = _torch.copy_graph(gm.graph)
-    rewrite(graph, {node: cuts[node.name] for node in graph.nodes if node.name in cuts}, region.tokens, pieces)
+    rewrite(graph, region.chosen(), region.tokens, pieces)
     graph.lint()
     return fx.GraphModule(gm, graph)
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
-from spanwise.overlap.split.region import chosen, find_regions
+from spanwise.overlap.split.region import find_regions
 from spanwise.overlap.split.rewrite import rewrite
 from tests.lockstep import Lockstep
 from tests.overlap.test_optimize import inputs_of
@@ -38,9 +38,8 @@ def in_pieces(gm: fx.GraphModule, pieces: int, without: int | None = None) -> fx
     kinds = sorted(region.segments)
     if without is not None:
         del kinds[without % len(kinds)]
-    cuts = {node.name: cut for node, cut in chosen(region, frozenset(kinds)).items()}
     graph = _torch.copy_graph(gm.graph)
-    rewrite(graph, {node: cuts[node.name] for node in graph.nodes if node.name in cuts}, region.tokens, pieces)
+    rewrite(graph, region.chosen(kinds), region.tokens, pieces)
     graph.lint()
     return fx.GraphModule(gm, graph)
 
