@@ -24,21 +24,11 @@ def tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int, kv: Co
         if isinstance(x, torch.Tensor) and x.dim() > 0:
             tensors[name] = x
         elif x is not None and not isinstance(x, (bool, int, float, str, torch.Tensor)):
-            raise ValueError(
-                f"shard_batch takes tensors, numbers, strings and None, and batch[{name!r}] is a {type(x).__name__}: "
-                f"make it a tensor, or take it out of the batch"
-            )
+            raise ValueError(f"batch[{name!r}] is a {type(x).__name__}: make it a tensor, or take it out of the batch")
     if isinstance(kv, str) or not set(kv) <= set(tensors) - {"labels", "position_ids"}:
-        raise ValueError(
-            f"kv must name tensors of the batch, {sorted(tensors)}, other than labels and position_ids, which belong "
-            f"to the queries; got {kv!r}"
-        )
+        raise ValueError(f"kv must name tensors of {sorted(tensors)} that belong to the keys; got {kv!r}")
     if not set(tensors) - set(kv):
-        raise ValueError(
-            f'shard_batch got keys alone, {sorted(tensors)}; cut them with shard(…, side="kv")'
-            if tensors
-            else f"shard_batch got no tensor to cut, only {sorted(batch)}"
-        )
+        raise ValueError(f'shard_batch got no tensor of queries, only {sorted(batch)}; cut keys by shard(…, side="kv")')
     if "attention_mask" in tensors and "attention_mask" not in kv:
         _check_attention_mask(tensors["attention_mask"], plan, dim)
     for name, x in tensors.items():
@@ -46,9 +36,7 @@ def tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int, kv: Co
         if x.dim() <= at or x.shape[at] != length:
             of_keys = name not in kv and x.shape[dim : dim + 1] == (plan.kv_len,)
             hint = f"; if it belongs to the keys, give kv=[{name!r}]" if of_keys else ""
-            lead = f"{x.shape[0]}, " if at > dim else ""
-            expected = f"[{lead}{'batch, ' if dim else ''}{length}{'' if at > dim else ', …'}]"
-            raise ValueError(f"batch[{name!r}] must be {expected}, got shape {tuple(x.shape)}{hint}")
+            raise ValueError(f"batch[{name!r}] must have size {length} in dim {at}, got {tuple(x.shape)}{hint}")
     sizes = {name: x.shape[seq_dim(name, x, dim) - 1] for name, x in tensors.items()} if dim else {}
     if sizes.get("position_ids") == 1:  # the same positions in all rows, as models take them
         sizes.pop("position_ids")
@@ -69,13 +57,11 @@ def _check_attention_mask(mask: torch.Tensor, plan: Plan | RankPlan, dim: int) -
     """``ValueError`` unless the padding that a batch marks is the plan's; copied from an accelerator for this."""
     if mask.dim() > dim + 1:
         raise ValueError(
-            f"batch['attention_mask'] of shape {tuple(mask.shape)} says which keys each query reads, and the plan says "
-            f"that already: leave it out of the batch, or make the plan from it with SpanMask.from_mask_mod"
+            f"batch['attention_mask'] of shape {tuple(mask.shape)} is a mask of queries and keys, as the plan: leave "
+            f"it out, or make the plan from it with SpanMask.from_mask_mod"
         )
     if isinstance(plan, RankPlan):
-        raise ValueError(
-            "a RankPlan does not know the padding of the whole batch; pass the Plan, or leave attention_mask out"
-        )
+        raise ValueError("a RankPlan does not know the batch's padding; pass the Plan, or leave attention_mask out")
     if mask.shape[dim:] != (plan.seq_len,):
         return  # the shape is refused with the others
     given = np.atleast_2d(mask.cpu().numpy() != 0)
@@ -84,15 +70,11 @@ def _check_attention_mask(mask: torch.Tensor, plan: Plan | RankPlan, dim: int) -
     else:
         holds = np.any(np.broadcast_arrays(*[one.area() > 0 for one in plan.masks.values()]), axis=0)
     if len(holds) not in (1, len(given)):
-        raise ValueError(
-            f"batch['attention_mask'] has {len(given)} rows, and the plan has masks for {len(holds)} batch rows"
-        )
+        raise ValueError(f"batch['attention_mask'] has {len(given)} rows, the plan masks for {len(holds)} batch rows")
     # Without a packing, rows that read nothing need not be padding.
     wrong = given != holds if plan.packing is not None else ~given & holds
     for row, token in np.argwhere(wrong)[:1]:
-        marked = ("a token", "padding") if given[row, token] else ("padding", "a token")
         raise ValueError(
-            f"batch['attention_mask'] has {marked[0]} at row {row}, token {token}, where the plan has {marked[1]}: "
-            f"make the plan from SpanMask.from_attention_mask(attention_mask), or from Packing.from_attention_mask for "
-            f"packed tensors"
+            f"batch['attention_mask'] is {given[row, token]} at row {row}, token {token}, and the plan's padding says "
+            f"otherwise: make the plan from SpanMask.from_attention_mask, or Packing.from_attention_mask"
         )

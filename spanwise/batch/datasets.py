@@ -67,21 +67,14 @@ class _RankBatches(IterableDataset[dict[str, Any]]):
             ValueError: `state` is of other batches, or lies behind the last epoch.
         """
         if not isinstance(state, Mapping) or not {"position", "config"} <= state.keys():
-            raise ValueError(
-                f'a state has "position" and "config", as batch["state"] and state_dict() do; got {state!r}'
-            )
+            raise ValueError(f'a state has "position" and "config", as batch["state"] does; got {state!r}')
         if state["config"] != self.config:
-            raise ValueError(
-                f"the state is of other batches (config {state['config']}, here {self.config}): give the "
-                f"{self.decided_by} that it was saved with"
-            )
+            raise ValueError(f"the state is of other batches: give the {self.decided_by} that it was saved with")
         position = state["position"]
         if not isinstance(position, (int, np.integer)) or position < 0:
-            raise ValueError(f"the position of a state is a number of tokens, an integer from 0 on, got {position!r}")
+            raise ValueError(f"the position of a state must be an integer, at least 0, got {position!r}")
         if self.end is not None and position > self.end:
-            raise ValueError(
-                f"the state lies {position} tokens after the start; the documents end at {self.end}: raise epochs"
-            )
+            raise ValueError(f"the state is at token {position}, and the documents end at {self.end}: raise epochs")
         self._start = self._position = int(position)
 
 
@@ -164,10 +157,7 @@ class GlobalBatchStream(_RankBatches):
         **options: Any,
     ) -> None:
         if wrong := sorted({"seed", "max_document", "cut", "epochs"} & set(options)):
-            raise ValueError(
-                f"a stream is taken in its order, its documents whole: leave {', '.join(wrong)} out, shuffle and cut "
-                f"the documents before"
-            )
+            raise ValueError(f"a stream has whole documents in their order: leave {', '.join(wrong)} out")
         checked = GlobalBatches([1], num_ranks, tokens_per_rank, drop_last=True, **options)
         self.batch_tokens, self.documents, self.drop_last = checked.batch_tokens, documents, drop_last
         self._arguments, self._options = (num_ranks, tokens_per_rank), options
@@ -181,8 +171,7 @@ class GlobalBatchStream(_RankBatches):
         if info is not None and info.num_workers > 1 and isinstance(self.documents, IterableDataset):
             raise ValueError(
                 f"{type(self.documents).__name__} is a torch IterableDataset, which may give each of "
-                f"{info.num_workers} workers other documents, and a batch would lack them: use num_workers=1, "
-                f"or give an iterable that does not share"
+                f"{info.num_workers} workers other documents: use num_workers=1, or another iterable"
             )
         documents: Iterable[Any] = self.documents
         if position and hasattr(documents, "skip"):
@@ -199,10 +188,7 @@ class GlobalBatchStream(_RankBatches):
             document = given["input_ids"] if isinstance(given, Mapping) else given
             length = len(document)
             if length > self.batch_tokens:
-                raise ValueError(
-                    f"document {number} of the stream has {length:,} tokens, and a global batch at most "
-                    f"{self.batch_tokens:,}: raise tokens_per_rank, or cut the document before"
-                )
+                raise ValueError(f"document {number} has {length:,} tokens, a batch at most {self.batch_tokens:,}")
             if tokens + length > self.batch_tokens:
                 yield functools.partial(make, group), group, number
                 group, tokens, position = [], 0, number

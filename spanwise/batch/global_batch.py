@@ -98,8 +98,7 @@ class GlobalBatch:
             tokens = np.asarray(source[document][start : stop + more])
             if tokens.shape != (stop + more - start,):
                 raise ValueError(
-                    f"source[{document}][{start}:{stop + more}] must hold {stop + more - start} tokens, got shape "
-                    f"{tokens.shape}; lengths and source must be of the same documents"
+                    f"source[{document}][{start}:{stop + more}] has shape {tokens.shape}: not the documents of lengths"
                 )
             if tokens.dtype.kind not in "iu":
                 raise ValueError(f"tokens must be integers, got {tokens.dtype} from source[{document}]")

@@ -99,10 +99,7 @@ class GlobalBatches:
         self.order = DocumentOrder(lengths, seed, max_document)
         known = inspect.signature(make_plan).parameters.keys() - {"mask", "num_ranks", "cu_seqlens", "packing"}
         if unknown := sorted(options.keys() - known):
-            raise ValueError(
-                f"global batches take no {', '.join(unknown)}: options of make_plan are {', '.join(sorted(known))}; "
-                f"the documents follow from lengths"
-            )
+            raise ValueError(f"global batches take no {', '.join(unknown)}; options are {', '.join(sorted(known))}")
         check_hardware(options.get("hardware"))
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
         self.size = ranks = check_sizes(num_ranks, options.get("block_size", 128))
@@ -111,9 +108,8 @@ class GlobalBatches:
         self.end = None if epochs is None else check_positive(epochs, "epochs") * self.order.epoch_tokens
         if self.order.longest > self.batch_tokens and not cut:
             raise ValueError(
-                f"document {self.order.longest_document()} has {self.order.longest:,} tokens, and a global batch at "
-                f"most {ranks} * {tokens_per_rank:,} = {self.batch_tokens:,}: raise tokens_per_rank, cut long "
-                f"documents with max_document={self.batch_tokens}, or fill batches with cut=True"
+                f"document {self.order.longest_document()} has {self.order.longest:,} tokens, and a batch at most "
+                f"{self.batch_tokens:,}: raise tokens_per_rank, give max_document={self.batch_tokens}, or cut=True"
             )
         most = tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         self.most = check_positive(most, "max_tokens_per_rank")
@@ -127,25 +123,16 @@ class GlobalBatches:
 
     def _check_most(self, tokens_per_rank: int) -> None:
         if self.most < tokens_per_rank:
-            raise ValueError(
-                f"max_tokens_per_rank must be at least tokens_per_rank {tokens_per_rank}, their mean in a full batch, "
-                f"got {self.most}"
-            )
+            raise ValueError(f"max_tokens_per_rank must be at least tokens_per_rank {tokens_per_rank}, got {self.most}")
         needed = {"linear_flops": self.linear_flops} | {n: self.options.get(n) for n in ("num_q_heads", "head_dim")}
         missing = [name for name, value in needed.items() if value is None]
         if self.most > tokens_per_rank and not self.pad and missing:
-            raise ValueError(
-                f"max_tokens_per_rank weighs linear layers against attention: give {', '.join(missing)} too "
-                f"(linear_flops: operations of all linear layers for a token, forward and backward, 6 a parameter)"
-            )
+            raise ValueError(f"max_tokens_per_rank weighs linear layers against attention: give {', '.join(missing)}")
         if self.linear_flops is not None and not 0 <= self.linear_flops < math.inf:
             raise ValueError(f"linear_flops must be a number of operations, at least 0, got {self.linear_flops}")
         block_size = self.options.get("block_size", 128)
         if self.pad and self.most % block_size:
-            raise ValueError(
-                f"pad=True gives each rank whole blocks: the tokens of a rank must be a multiple of block_size "
-                f"{block_size}, got {self.most}"
-            )
+            raise ValueError(f"pad=True needs tokens per rank in blocks of block_size {block_size}, got {self.most}")
 
     @property
     def config(self) -> str:
@@ -170,9 +157,8 @@ class GlobalBatches:
                 return None
         if after - position < self.size and not self.pad:
             raise ValueError(
-                f"the batch after token {position:,} has {after - position} tokens for {self.size} ranks, and a rank "
-                f"would hold none: pad=True fills every batch, drop_last=True leaves out the last one, cut=True fills "
-                f"the others"
+                f"the batch after token {position:,} has {after - position} tokens for {self.size} ranks: pad=True "
+                f"fills every batch, cut=True all but the last one, drop_last=True leaves that out"
             )
         return after
 
@@ -186,10 +172,7 @@ class GlobalBatches:
         if position < 0 or (after := self.next_position(position)) is None:
             raise ValueError(f"no batch begins at token {position}; the documents end at {self.end}")
         if not self.cut and (begin := self.order.last_end(position)) != position:
-            raise ValueError(
-                f"no batch begins at token {position}, inside a document that begins at {begin}; give "
-                f"next_position of the batch before, or cut=True"
-            )
+            raise ValueError(f"no batch begins at token {position}, inside a document that begins at {begin}")
         pieces = self.order.pieces(position, after - position)
         pieces.setflags(write=False)
         return GlobalBatch(pieces, self._plan(pieces), after)
@@ -232,6 +215,6 @@ def _padded(masks: Any, padding: int) -> Any:
     if isinstance(masks, Mapping):
         return {name: _padded(mask, padding) for name, mask in masks.items()}
     if not isinstance(masks, SpanMask):
-        raise ValueError(f"pad=True extends masks: mask must return a SpanMask, or several by name, got {masks!r}")
+        raise ValueError(f"pad=True extends a SpanMask, or several by name; mask returned {masks!r}")
     start, end = (np.pad(x, ((0, 0), (0, 0), (0, padding))) for x in (masks.start, masks.end))
     return SpanMask(start, end, masks.kv_len + padding)

@@ -6,6 +6,8 @@ by their number of valid tokens.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from typing import Any, Literal
 
@@ -16,8 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _torch
 from spanwise.attention import failure
 from spanwise.attention.compare import Compare, compare_call, compared, plain, scalar, tells_refusals
-from spanwise.batch import fused
 from spanwise.batch.token_scores import IGNORE_INDEX, Scoring, check_vocabulary, checked, score
+
+#: Packages of fused kernels, in the order in which "auto" tries them. They have not run on a GPU here;
+#: tests replace them by stand-ins with the same signatures.
+_PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
+FUSED_DEVICE = "cuda"
 
 
 @tells_refusals("mesh")
@@ -83,9 +89,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Cross-entropy of ``hidden @ vocab_weight.T + bias``, without the logits of all tokens.
 
-    The logits of one chunk of tokens exist at a time; the backward computes them again. Products, sums and softmax are
-    in float32 at least, also under autocast and for bfloat16 inputs. So is the weight's gradient, summed over the
-    chunks in their order.
+    The logits of one chunk of tokens exist at a time; the backward computes them again. All sums are in float32 at
+    least, also under autocast and for bfloat16 inputs.
 
     Args:
         hidden: ``[…, D]``, any floating dtype.
@@ -94,16 +99,13 @@ def linear_cross_entropy(
         loss_mesh: all axes over which parameter gradients are averaged, as in `cross_entropy`: dp × cp, or cp alone;
             None on one device. Leave the axis of tensor parallelism out.
         vocab_mesh, softcap, bias, chunk: as in `token_logprobs`.
-        reduction: ``"mean"`` over the valid tokens of all ranks of `loss_mesh`, with the gradient of `cross_entropy`.
-            ``"sum"`` over these tokens: the gradient is scaled so that averaging parameter gradients over `loss_mesh`
-            gives the gradient of that sum. ``"none"``: each token's loss ``[…]``, 0 where ignored, with its own
-            gradient, not scaled; the ranks of `loss_mesh` only compare their calls.
+        reduction: ``"mean"`` or ``"sum"`` over the valid tokens of all ranks of `loss_mesh`, its gradient scaled as in
+            `cross_entropy`. ``"none"``: each token's loss ``[…]``, 0 where ignored, with its own gradient.
         num_valid: for "mean", as in `cross_entropy`.
         weights: ``[…]``, of each label, as in `cross_entropy`; "sum" and "none" multiply by them too.
         kernel: ``"chunked"`` is spanwise's own. ``"liger"`` and ``"cce"`` are fused kernels of Liger-Kernel and
             cut-cross-entropy, for a whole vocabulary on a CUDA device; Liger's cannot do ``"none"``. ``"auto"`` takes
-            one of them where it is installed and can do what is asked, else ``"chunked"``. A named one never falls
-            back; a rank without tokens needs no kernel.
+            one that is installed and can do what is asked, else ``"chunked"``.
 
     Returns:
         A scalar, the same on every rank, or ``[…]`` for "none"; float32 at least. Without any valid token 0, with
@@ -132,13 +134,58 @@ def linear_cross_entropy(
     assert weight is not None
     name, each = f'linear_cross_entropy(reduction="{reduction}")', reduction == "none" or weights is not None
     ranks = 1 if vocab_mesh is None else vocab_mesh.size()
-    losses = fused.losses(kernel, hidden, labels, weight, bias, softcap=softcap, each=each, ranks=ranks)
+    losses = _fused(kernel, hidden, labels, weight, bias, softcap, each, ranks)
     if losses is None:
-        caller = f"{name}{'' if weights is None else ', weighted'}"
+        caller = name if weights is None else f"{name}, weighted"
         amount = None if vocab_mesh is None else num_valid
         losses = -score(hidden, labels, weight, bias, scoring, caller, amount)[0]
     facts = {"softcap": plain(softcap)}
     return _over_ranks(name, losses, hidden, labels, loss_mesh, num_valid, weights, reduction, facts)
+
+
+def _fused(
+    kernel: str, x: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    softcap: float | None, each: bool, ranks: int,
+) -> torch.Tensor | None:  # fmt: skip
+    """Losses in float32 by a library's kernel, their sum or `each`; None where spanwise's own code computes them.
+
+    Liger sums the weight's gradient in float32; "cce_exact" leaves no small gradient out.
+    """
+    if kernel not in ("auto", "chunked", *_PACKAGES):
+        raise ValueError(f'kernel must be "auto", "chunked", {", ".join(map(repr, _PACKAGES))}, got {kernel!r}')
+    device, dtype = x.device.type, torch.promote_types(x.dtype, weight.dtype)
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    chosen = None
+    for name in _PACKAGES if kernel == "auto" else _PACKAGES.keys() & {kernel}:
+        dtypes = (torch.bfloat16, torch.float16) if name == "cce" else (torch.bfloat16, torch.float16, torch.float32)
+        reasons = (
+            (device != FUSED_DEVICE, f"needs a {FUSED_DEVICE} device, got hidden on {x.device}"),
+            (ranks > 1, f"needs the whole vocabulary, got one shared by {ranks} ranks"),
+            (dtype not in dtypes, f"takes no {dtype}"),
+            (name == "liger" and each, 'has no gradients for reduction "none" in all its versions'),
+        )
+        why_not = next((reason for holds, reason in reasons if holds), None)
+        if why_not is None and importlib.util.find_spec(_PACKAGES[name]) is not None:
+            chosen = name
+            break
+        if kernel == name and why_not is not None:
+            raise ValueError(f'kernel "{kernel}" {why_not}; use kernel="chunked"')
+        if kernel == name:
+            raise ImportError(f'kernel "{kernel}" needs the package {_PACKAGES[name]}, which is not installed')
+    if chosen is None or not x.numel():  # a grid of no blocks cannot be launched
+        return None
+    x, weight, bias = x.to(dtype).contiguous(), weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype)
+    options: dict[str, Any] = {"bias": bias, "ignore_index": IGNORE_INDEX, "softcap": softcap}
+    with torch.autocast(device, enabled=False):
+        if chosen == "cce":
+            options |= {"reduction": "none" if each else "sum", "impl": "cce_exact"}
+            found = importlib.import_module(_PACKAGES["cce"]).linear_cross_entropy(x, weight, labels, **options)
+        else:
+            options |= {"reduction": "sum", "accum_dtype": torch.float32}
+            library = importlib.import_module("liger_kernel.transformers.functional")
+            found = library.liger_fused_linear_cross_entropy(x.flatten(0, -2), weight, labels.flatten(), **options)
+    return found.float()
 
 
 def _check(labels: torch.Tensor, num_valid: Any, weights: torch.Tensor | None) -> None:
@@ -151,14 +198,11 @@ def _check(labels: torch.Tensor, num_valid: Any, weights: torch.Tensor | None) -
     if num_valid is not None and (isinstance(num_valid, str) or not 0 <= num_valid < math.inf):
         raise ValueError(f"num_valid must be a number of tokens, got {num_valid!r}")
     if num_valid == 0 and _torch.is_readable(labels) and (valid := int((labels != IGNORE_INDEX).sum())):
-        raise ValueError(
-            f"num_valid is 0, and this rank has {valid} valid labels: give the number of all ranks, or None to count"
-        )
-    if weights is not None and (weights.shape != labels.shape or weights.requires_grad):
-        raise ValueError(
-            f"weights are constants of the loss and must have the shape of labels, {tuple(labels.shape)}, got "
-            f"{tuple(weights.shape)}{', which requires a gradient: use detach()' if weights.requires_grad else ''}"
-        )
+        raise ValueError(f"num_valid is 0, and this rank has {valid} valid labels: give that of all ranks, or None")
+    if weights is not None and weights.requires_grad:
+        raise ValueError("weights are constants of the loss, and these require a gradient: use detach()")
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights must have the shape of labels, {tuple(labels.shape)}, got {tuple(weights.shape)}")
 
 
 def _over_ranks(

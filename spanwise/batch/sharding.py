@@ -5,7 +5,7 @@ A shift after the cut would lose one label a run of tokens, so labels are shifte
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -150,17 +150,17 @@ def roll(
         raise ValueError(f"shifts must be an integer, got {shifts!r}")
     check_plan(plan, "roll")
     check_side(side)
-    if torch.compiler.is_compiling():
-        if tree is not None or cu_seqlens is None or not isinstance(plan, RankPlan) or plan.packed:
-            raise ValueError("compiled code rolls with a RankPlan and cu_seqlens; call roll outside of it for the rest")
-        ids = _traced_ids(cu_seqlens, plan.seq_len if side == "q" else plan.kv_len, x.device)
-        source, inside = shifted(ids, shifts)
-    elif tree is None:
-        source, inside = shifted(_ids(_packings(plan, cu_seqlens, side), side), int(shifts))
-    else:
+    if tree is not None:
         _check_tree(plan, tree, cu_seqlens)
         parents = torch.from_numpy(tree.parent_tokens(int(shifts)))
         source, inside = parents.clamp(min=0), parents[None] >= 0
+    elif torch.compiler.is_compiling():
+        if cu_seqlens is None or not isinstance(plan, RankPlan) or plan.packed:
+            raise ValueError("compiled code rolls with a RankPlan and cu_seqlens; call roll outside of it for the rest")
+        ids = _traced_ids(cu_seqlens, plan.seq_len if side == "q" else plan.kv_len, x.device)
+        source, inside = shifted(ids, shifts)
+    else:
+        source, inside = shifted(_ids(_packings(plan, cu_seqlens, side), side), int(shifts))
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
     full = gather(plan, local, mesh, x, dim, batch_dim, side)
     rolled = _moved(full, source, inside, dim, batch_dim, fill_value)
@@ -187,13 +187,9 @@ def _traced_ids(cu_seqlens: Any, seq_len: int, device: torch.device) -> torch.Te
 
     The host does not read offsets in tensors: wrong ones stop the program when it runs.
     """
-    if isinstance(cu_seqlens, Sequence):
-        nested = len(cu_seqlens) > 0 and not isinstance(cu_seqlens[0], int)
-    else:
-        nested = len(cu_seqlens.shape) > 1
-    at = torch.arange(seq_len, device=device)
-    ids = []
-    for row in cu_seqlens if nested else [cu_seqlens]:
+    several = len(cu_seqlens.shape) > 1 if hasattr(cu_seqlens, "shape") else not isinstance(cu_seqlens[0], int)
+    at, ids = torch.arange(seq_len, device=device), []
+    for row in cu_seqlens if several else [cu_seqlens]:
         cu = _torch.to_device(torch.as_tensor(row), device)
         if cu.dim() != 1 or cu.shape[0] == 0 or cu.is_floating_point():
             raise ValueError(f"cu_seqlens must be integers [number of documents + 1], got {cu.dtype} {tuple(cu.shape)}")
@@ -224,16 +220,14 @@ def _moved(
 def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[Packing]:
     """The documents of every batch row (one entry serves all), with their padding; `cu_seqlens` before the plan's."""
     if isinstance(plan, RankPlan) and plan.packed:
-        raise ValueError("a RankPlan does not know where its packed sequences and their padding lie; pass the Plan")
+        raise ValueError("a RankPlan does not know where its packed sequences lie; pass the Plan")
     if isinstance(plan, Plan) and plan.packing is not None and cu_seqlens is not None:
         raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
     length = plan.seq_len if side == "q" else plan.kv_len
     if cu_seqlens is not None:
         return [Packing(row) for row in check_offset_rows(cu_seqlens, length)]
     if isinstance(plan, RankPlan):
-        raise ValueError(
-            f"a RankPlan does not know where documents start; pass cu_seqlens ([0, {length}] for one document)"
-        )
+        raise ValueError(f"a RankPlan does not know its documents; pass cu_seqlens ([0, {length}] for one document)")
     return documents.packings(plan, side)
 
 
@@ -312,9 +306,8 @@ def shard_batch(
         _check_tree(plan, tree, cu_seqlens)
         if "labels" in tensors:
             raise ValueError(
-                "labels of a tree follow its edges, because the last token of a node predicts the first one of each "
-                "child: leave them out of the batch, and take labels[:, edges.targets] with "
-                "edges = spanwise.shard_edges(tree, plan, mesh)"
+                "labels of a tree follow its edges: leave them out of the batch, and take labels[:, edges.targets] "
+                "with edges = spanwise.shard_edges(tree, plan, mesh)"
             )
     counted = isinstance(plan, RankPlan) and plan.positions is not None and cu_seqlens is None and tree is None
     # Labels to shift and positions to count need the documents; other tensors do not.

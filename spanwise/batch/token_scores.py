@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,18 +46,6 @@ class Scoring(NamedTuple):
     mesh: DeviceMesh | None = None
 
 
-@overload
-def token_logprobs(
-    logits: Tensor, labels: Tensor, *, temperature: float = ..., entropy: Literal[False] = ...,
-    vocab_weight: Tensor | None = ..., bias: Tensor | None = ..., vocab_mesh: DeviceMesh | None = ...,
-    softcap: float | None = ..., chunk: int | None = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def token_logprobs(
-    logits: Tensor, labels: Tensor, *, temperature: float = ..., entropy: Literal[True],
-    vocab_weight: Tensor | None = ..., bias: Tensor | None = ..., vocab_mesh: DeviceMesh | None = ...,
-    softcap: float | None = ..., chunk: int | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @tells_refusals("vocab_mesh")
 def token_logprobs(
     logits: Tensor,
@@ -139,9 +127,7 @@ def checked(
         if isinstance(t, DTensor):
             raise ValueError(f"{what} must be a plain tensor, got a DTensor {tuple(t.placements)}; use to_local()")
     if x.shape[:-1] != labels.shape or x.dim() == 0:
-        raise ValueError(
-            f"{name} must be [*labels.shape, {size}], got {name} {tuple(x.shape)} and labels {tuple(labels.shape)}"
-        )
+        raise ValueError(f"{name} must be [*labels.shape, {size}], got {tuple(x.shape)}, labels {tuple(labels.shape)}")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
     weight, bias = (_local_rows(t, what, mesh) for t, what in ((weight, "vocab_weight"), (bias, "bias")))
@@ -151,10 +137,7 @@ def checked(
         check_shape(bias, "bias", weight.shape[0], like=f" for vocab_weight {tuple(weight.shape)}")
     for what, given in ((name, x), ("vocab_weight", weight), ("bias", bias)):
         if given is not None and (not given.is_floating_point() or given.device != labels.device):
-            raise ValueError(
-                f"{what} must be floating point on the device of labels, {labels.device}, got {given.dtype} on "
-                f"{given.device}"
-            )
+            raise ValueError(f"{what} must be floating point on {labels.device}, got {given.dtype} on {given.device}")
     return weight, bias
 
 
@@ -163,12 +146,9 @@ def _local_rows(x: Tensor | None, what: str, mesh: DeviceMesh | None) -> Tensor 
     if not isinstance(x, DTensor):
         return x
     if mesh is None or x.device_mesh != mesh or tuple(x.placements) != (Shard(0),):
-        cut = f"{tuple(x.placements)} on the mesh axes {x.device_mesh.mesh_dim_names}"
-        given = "None" if mesh is None else f"a mesh with the axes {mesh.mesh_dim_names}"
         raise ValueError(
-            f"{what} is a DTensor {cut}, and vocab_mesh is {given}; a DTensor must be Shard(0) on vocab_mesh alone. "
-            f"Under FSDP, call this inside the forward of the module that owns the weight, where it is whole; pass a "
-            f"replicated DTensor as {what}.to_local()"
+            f"{what} is a DTensor {tuple(x.placements)} on {x.device_mesh}; it must be Shard(0) on vocab_mesh, {mesh}. "
+            f"Under FSDP, call this inside the forward of the module that owns the weight"
         )
     return x.to_local()
 
@@ -224,9 +204,7 @@ def check_vocabulary(labels: Tensor, vocab: Tensor | int) -> None:
         return
     wrong = ((labels < 0) | (labels >= vocab)) & (labels != IGNORE_INDEX)
     for at in wrong.nonzero()[:1].tolist():
-        raise ValueError(
-            f"labels must be {IGNORE_INDEX} or in [0, {vocab}), the vocabulary; labels{at} is {labels[tuple(at)]}"
-        )
+        raise ValueError(f"labels must be {IGNORE_INDEX} or in [0, {vocab}); labels{at} is {labels[tuple(at)]}")
 
 
 class _TokenScores(torch.autograd.Function):
@@ -275,10 +253,7 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "second derivatives through token_logprobs and linear_cross_entropy are not supported; call backward "
-                "without create_graph=True"
-            )
+            raise NotImplementedError("token scores have no second derivatives; leave create_graph=True out")
         scoring, (operand_dtype, dtype) = ctx.scoring, ctx.dtypes
         temperature, softcap, entropy, _, mesh = scoring
         x_ND, weight_VD, bias_V, labels_N, first, top_N, log_sum_N, entropies = ctx.saved_tensors

@@ -74,14 +74,11 @@ def shard_edges(
     ([0, 1, 1, 3], [1, 2, 3, 4])
     """
     if not isinstance(plan, Plan):
-        raise ValueError(f"shard_edges takes a Plan, which knows the masks and the layout, got a {type(plan).__name__}")
+        raise ValueError(f"shard_edges takes a Plan, which knows the layout, got a {type(plan).__name__}")
     check_tree(plan, tree)
     rows, tokens_T = plan.layout.batch_size, plan.layout.indices(rank_on(mesh, plan.num_ranks, plan.inner))
     if rows > 1:
-        raise ValueError(
-            f"the plan lays out {rows} batch rows differently, and edges are those of one row; pack the trees into one "
-            f"row with TokenTree.pack"
-        )
+        raise ValueError(f"the plan lays out {rows} batch rows differently; pack the trees with TokenTree.pack")
     parent_N = tree.parent_tokens()
     target_N = np.flatnonzero(parent_N >= 0)
     target_N = target_N[np.argsort(parent_N[target_N], kind="stable")]
@@ -119,10 +116,7 @@ def unshard_edges(edges: TreeEdges, mesh: DeviceMesh | None, x: torch.Tensor, di
         raise ValueError(f"unshard_edges takes a real tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     dim = check_dim(x, dim)
     if x.shape[dim] != len(edges.targets):
-        raise ValueError(
-            f"dim {dim} must have a value for each of this rank's {len(edges.targets)} edges, got a tensor of shape "
-            f"{tuple(x.shape)}"
-        )
+        raise ValueError(f"dim {dim} must have a value for each of {len(edges.targets)} edges, got {tuple(x.shape)}")
     mesh = None if mesh is None or mesh.size() == 1 else mesh
     x_KF = x.movedim(dim, 0)
     call = None

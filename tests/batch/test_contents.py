@@ -91,12 +91,12 @@ def test_attention_masks_that_agree_are_cut() -> None:
 @pytest.mark.parametrize(
     ("plan", "batch", "message"),
     [
-        (SpanMask.causal(6), {"attention_mask": PADDED}, "padding at row 0, token 0, where the plan has a token: make"),
-        (SpanMask.from_attention_mask(PADDED), {"attention_mask": PADDED.flip(0)}, "padding at row 0, token 3"),
-        (SpanMask.causal(6), {"attention_mask": torch.ones(2, 1, 6, 6)}, "says which keys each query reads"),
-        (SpanMask.from_attention_mask(PADDED), {"attention_mask": PADDED[:1]}, "has 1 rows, and the plan .* for 2"),
+        (SpanMask.causal(6), {"attention_mask": PADDED}, "is False at row 0, token 0, .* make"),
+        (SpanMask.from_attention_mask(PADDED), {"attention_mask": PADDED.flip(0)}, "is False at row 0, token 3"),
+        (SpanMask.causal(6), {"attention_mask": torch.ones(2, 1, 6, 6)}, "is a mask of queries and keys"),
+        (SpanMask.from_attention_mask(PADDED), {"attention_mask": PADDED[:1]}, "has 1 rows, the plan .* for 2"),
         (SpanMask.causal(6), {"lengths": [1, 2]}, r"batch\['lengths'\] is a list: make it a tensor"),
-        (SpanMask.causal(6), {"position_ids": torch.zeros(3, 2, 5)}, r"must be \[3, batch, 6\], got shape \(3, 2, 5\)"),
+        (SpanMask.causal(6), {"position_ids": torch.zeros(3, 2, 5)}, r"must have size 6 in dim 2, got \(3, 2, 5\)"),
     ],
 )
 def test_batches_that_contradict_the_plan(plan: SpanMask, batch: dict[str, Any], message: str) -> None:
@@ -107,13 +107,13 @@ def test_batches_that_contradict_the_plan(plan: SpanMask, batch: dict[str, Any],
 
 def test_other_batches_that_are_refused() -> None:
     plan = spanwise.make_plan(SpanMask.causal(6), 1)
-    with pytest.raises(ValueError, match="got no tensor to cut, only"):
+    with pytest.raises(ValueError, match="got no tensor of queries, only"):
         spanwise.shard_batch({"a": 1, "b": None}, plan)
-    with pytest.raises(ValueError, match="a RankPlan does not know the padding"):
+    with pytest.raises(ValueError, match="a RankPlan does not know the batch"):
         spanwise.shard_batch({"attention_mask": PADDED | 1}, plan.local(None))
     packing = Packing.from_attention_mask(PADDED)
     flat = spanwise.make_plan(packing.mask(), 1, packing=packing)
-    with pytest.raises(ValueError, match="a token at row 0, token 0, where the plan has padding"):
+    with pytest.raises(ValueError, match="is True at row 0, token 0"):
         spanwise.shard_batch({"attention_mask": torch.ones(12)}, flat, dim=0)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import spanwise
-from spanwise.batch import fused
+from spanwise.batch import loss
 from tests.batch.test_token_scores import problem
 
 Calls = list[dict[str, Any]]
@@ -87,7 +87,7 @@ def cce(monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.fixture
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the CPU for a device that runs the kernels."""
-    monkeypatch.setattr(fused, "DEVICE", "cpu")
+    monkeypatch.setattr(loss, "FUSED_DEVICE", "cpu")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -130,9 +130,7 @@ def test_auto_takes_what_is_installed_and_can(on_any_device: None, request: pyte
     def chosen(dtype: torch.dtype, kernel: str = "auto", each: bool = False, ranks: int = 1, tokens: int = 13) -> str:
         hidden, weight, _, labels = problem(dtype=dtype)
         before = {name: len(made) for name, made in calls.items()}
-        found = fused.losses(
-            kernel, hidden[:tokens], labels[:tokens], weight, None, softcap=None, each=each, ranks=ranks
-        )
+        found = loss._fused(kernel, hidden[:tokens], labels[:tokens], weight, None, None, each, ranks)
         made = [name for name in calls if len(calls[name]) > before[name]]
         assert (found is not None) == len(made) and (found is None or found.shape == (labels.shape if each else ()))
         return "".join(made)
@@ -148,11 +146,17 @@ def test_auto_takes_what_is_installed_and_can(on_any_device: None, request: pyte
 
 def test_a_named_kernel_never_falls_back(request: pytest.FixtureRequest) -> None:
     def refused(
-        kernel: Any, error: type[Exception], match: str, dtype: torch.dtype = torch.float32, **options: Any
+        kernel: Any,
+        error: type[Exception],
+        match: str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        each: bool = False,
+        ranks: int = 1,
     ) -> None:
         hidden, weight, _, labels = problem(dtype=dtype)
         with pytest.raises(error, match=f'kernel "{kernel}" {match}'):
-            fused.losses(kernel, hidden, labels, weight, None, **{"softcap": None, "each": False, "ranks": 1} | options)
+            loss._fused(kernel, hidden, labels, weight, None, None, each, ranks)
 
     refused("liger", ValueError, "needs a cuda device, got hidden on cpu; use kernel=")
     request.getfixturevalue("on_any_device")

@@ -230,19 +230,19 @@ def test_the_number_of_valid_tokens() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "hidden": ({"hidden": torch.zeros(4, D)}, r"hidden must be \[\*labels.shape, D\], got hidden \(4, 5\) and .*\(13,"),
+    "hidden": ({"hidden": torch.zeros(4, D)}, r"hidden must be \[\*labels.shape, D\], got \(4, 5\), .*\(13,"),
     "weight": ({"vocab_weight": torch.zeros(V, 4)}, r"vocab_weight must be \[vocab, 5\] .* got \(11, 4\)"),
     "weight dtype": (
         {"vocab_weight": torch.zeros(V, D).long()},
-        "vocab_weight must be floating point on the device of labels, cpu, got torch.int64",
+        "vocab_weight must be floating point on cpu, got torch.int64",
     ),
     "bias": ({"bias": torch.zeros(4)}, r"bias must be \[11\] .* got \(4,\)"),
-    "labels": ({"labels": torch.full((N,), V)}, r"labels must be -100 or in \[0, 11\), the vocabulary; labels\[0\] is"),
-    "negative": ({"labels": torch.full((N,), -1)}, r"in \[0, 11\), the vocabulary; labels\[0\] is -1"),
+    "labels": ({"labels": torch.full((N,), V)}, r"labels must be -100 or in \[0, 11\); labels\[0\] is"),
+    "negative": ({"labels": torch.full((N,), -1)}, r"in \[0, 11\); labels\[0\] is -1"),
     "label dtype": ({"labels": torch.zeros(N)}, "labels must be int64, got torch.float32"),
     "device": (
         {"vocab_weight": torch.zeros(V, D, device="meta")},
-        "on the device of labels, cpu, got torch.float32 on meta",
+        "floating point on cpu, got torch.float32 on meta",
     ),
     "reduction": ({"reduction": "max"}, "reduction must be .* got 'max'"),
     "count": ({"num_valid": -1}, "num_valid must be a number of tokens, got -1"),
@@ -280,9 +280,7 @@ def test_second_derivatives_and_transforms() -> None:
     def loss(hidden: torch.Tensor) -> torch.Tensor:
         return spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None)
 
-    with pytest.raises(
-        NotImplementedError, match=r"second derivatives through token_logprobs and linear_cross_entropy"
-    ):
+    with pytest.raises(NotImplementedError, match=r"second derivatives"):
         torch.autograd.grad(loss(hidden), hidden, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"does not run inside torch.func"):
         torch.func.grad(loss)(hidden)
