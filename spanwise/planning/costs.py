@@ -73,6 +73,11 @@ def simulate(plan: PlanData, mask: str) -> timeline.Timeline:
     forward[:, 1:] += copy * (arrived * kv_bytes[:, None] * received) + merged[:, None]
     backward[:, 1:] += copy * (leaving * grad_bytes[:, None] * received)
     backward[:, -1] += copy * (num_heads * v_dim * plan.itemsize * queries) * steps  # output times its gradient
+    if is_compact(plan):  # a product a token; again in the backward twice, and the gradients of its two operands
+        expanding = 2.0 * int(kv_bytes[0]) / plan.itemsize * plan.attention_shape[1] * (plan.attention_shape[2] + v_dim)
+        seconds = expanding / plan.hardware.matmul_flops
+        forward[:, 1:] += seconds * received
+        backward[:, 1:] += 4 * seconds * received
     if inner > 1:
         traded, output = (copy * num_bytes for num_bytes in heads.copied(plan, kv_bytes))
         pack, unpack = pack + traded, unpack + traded
@@ -145,11 +150,19 @@ def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
 # ---------------------------------------------------------------- bytes
 
 
+def is_compact(plan: PlanData) -> bool:
+    """Whether rows travel in place of K and V; ranks that trade heads expand them first."""
+    return plan.kv_row_dim is not None and plan.inner == 1
+
+
 def kv_token_bytes(plan: PlanData) -> Int64:
-    """Bytes of K and V of one token, in compute and between groups; int64 ``[num_ranks]``.
+    """Bytes of K and V of one token, or of its row in their place, between groups; int64 ``[num_ranks]``.
 
     All heads, or under Ulysses the heads that the rank computes.
     """
+    if is_compact(plan):
+        assert plan.kv_row_dim is not None
+        return np.full(plan.num_ranks, plan.kv_row_dim * plan.itemsize)
     _, kv_heads, qk_dim, v_dim = plan.attention_shape
     held = np.full(plan.num_ranks, kv_heads) if plan.inner == 1 else heads.kv_heads_of_ranks(plan)
     return held.astype(np.int64) * (qk_dim + v_dim) * plan.itemsize
@@ -172,6 +185,9 @@ def resident_and_saved(plan: PlanData, mask: str, what: str = "resident_bytes()"
     kept = route.tokens.sum(axis=(0, 2)) * plan.keep_kv
     most = np.maximum(route.most_held(keep=plan.keep_kv), kept) if route.sources else kept
     exchanging, after = (np.repeat(tokens, plan.inner) * token_bytes for tokens in (most, kept))
+    if is_compact(plan) and route.sources:  # K and V of one chunk at a time
+        _, kv_heads, qk_dim, v_dim = plan.attention_shape
+        exchanging = exchanging + route.tokens.sum(axis=2).max(axis=0) * kv_heads * (qk_dim + v_dim) * plan.itemsize
     if plan.inner == 1:
         return exchanging, after
     return heads.resident_and_saved(plan, exchanging, after)

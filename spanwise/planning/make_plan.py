@@ -50,6 +50,7 @@ def make_plan(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     v_head_dim: int | None = None,
+    kv_row_dim: int | None = None,
     dtype: Any = "bfloat16",
     hardware: rates.Hardware | None = None,
     memory_budget: int | None = None,
@@ -83,6 +84,8 @@ def make_plan(
             share of the heads. Bytes and seconds follow from it, and attention refuses tensors of another shape.
             ``num_kv_heads`` defaults to ``num_q_heads``, ``v_head_dim`` to ``head_dim``. Without them "auto" assumes 32
             query and 8 K/V heads of 128 (more, where ranks cannot share these); `Plan.reason` mentions it.
+        kv_row_dim: numbers of a token that travel in place of K and V, as with ``context_parallel_attention(expand=)``:
+            576 for latents of 512 and rotary keys of 64. Bytes and seconds follow; Ulysses trades K and V all the same.
         dtype: K/V dtype, a ``torch.dtype`` or its name.
         hardware: rates with which "auto" and :meth:`Plan.predict` compute seconds. If it has hosts, as
             :data:`spanwise.H100` has, "local" also tries a layout in which few rows enter a host. Default:
@@ -120,8 +123,9 @@ def make_plan(
     """
     request = requests.checked(
         mask, num_ranks, exchange=exchange, stages=stages, keep_kv=keep_kv, quality=quality, block_size=block_size,
-        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype,
-        hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens, packing=packing, recurrences=recurrences,
+        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+        kv_row_dim=kv_row_dim, dtype=dtype, hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens,
+        packing=packing, recurrences=recurrences,
     )  # fmt: skip
     problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing, request.hardware, quality)
     ways = _Ways(problem, request)

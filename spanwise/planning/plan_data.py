@@ -37,7 +37,7 @@ _COMPUTED = (
     "_pairs",
 )  # fmt: skip
 # Fields that change no route.
-_UNROUTED = frozenset(("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "relayout"))
+_UNROUTED = frozenset(("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "kv_row_dim", "relayout"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,6 +67,7 @@ class PlanData:
         candidates: choices that "auto" compared; empty if it had no choice.
         recurrences: layers that carry a state, by name; None for a model without.
         relayout: whether these run in a contiguous layout, to which tokens move and back; see `Plan.recurrent`.
+        kv_row_dim: numbers of a token that travel in place of K and V; None if these travel.
     """
 
     masks: dict[str, SpanMask]
@@ -93,6 +94,7 @@ class PlanData:
     candidates: tuple[Candidate, ...] = ()
     recurrences: dict[str, Recurrence] | None = None
     relayout: bool = False
+    kv_row_dim: int | None = None
 
     @property
     def exchange(self) -> str:
@@ -365,6 +367,8 @@ class PlanData:
             "hardware": self.hardware.to_dict(),
             "candidates": [dataclasses.asdict(candidate) for candidate in self.candidates],
         }
+        if self.kv_row_dim is not None:
+            header |= {"kv_row_dim": self.kv_row_dim}
         if self.recurrences:
             each = {name: dataclasses.asdict(recurrence) for name, recurrence in self.recurrences.items()}
             header |= {"recurrences": each, "relayout": self.relayout}

@@ -29,7 +29,7 @@ class Request:
         levels: ``(groups, ranks of a group)``.
         exchange: None for "auto".
         stages, keep_kv: None where left open.
-        num_q_heads, num_kv_heads, head_dim, v_head_dim: None where not given.
+        num_q_heads, num_kv_heads, head_dim, v_head_dim, kv_row_dim: None where not given.
         dtype, itemsize: name of the K/V dtype, bytes of an element.
         budget: whether there is a memory budget.
         recurrences: layers that carry a state, by name, or None.
@@ -45,6 +45,7 @@ class Request:
     num_kv_heads: int | None
     head_dim: int | None
     v_head_dim: int | None
+    kv_row_dim: int | None
     dtype: str
     itemsize: int
     hardware: rates.Hardware
@@ -72,8 +73,8 @@ class Request:
     def fields(self) -> dict[str, Any]:
         """Fields of a plan that follow from the request alone; its exchange is replaced later."""
         names = (
-            "masks", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "itemsize", "hardware",
-            "packing", "recurrences",
+            "masks", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "kv_row_dim", "dtype", "itemsize",
+            "hardware", "packing", "recurrences",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_exchange": EXCHANGES["all_gather"],
@@ -84,8 +85,8 @@ class Request:
 
 def checked(
     mask: Any, num_ranks: Any, *, exchange: Any, stages: Any, keep_kv: Any, quality: Any, block_size: Any,
-    num_q_heads: Any, num_kv_heads: Any, head_dim: Any, v_head_dim: Any, dtype: Any, hardware: Any, memory_budget: Any,
-    cu_seqlens: Any, packing: Any, recurrences: Any,
+    num_q_heads: Any, num_kv_heads: Any, head_dim: Any, v_head_dim: Any, kv_row_dim: Any, dtype: Any, hardware: Any,
+    memory_budget: Any, cu_seqlens: Any, packing: Any, recurrences: Any,
 ) -> Request:  # fmt: skip
     """The request of these arguments of `make_plan`; ``ValueError`` names a wrong one, its value and a remedy."""
     masks = _as_masks(mask)
@@ -95,6 +96,9 @@ def checked(
     if stages is not None:
         _check_count("stages", stages)
     shape = _shape(num_q_heads, num_kv_heads, head_dim, v_head_dim, levels[1])
+    if kv_row_dim is not None:
+        _check_count("kv_row_dim", kv_row_dim)
+        kv_row_dim = int(kv_row_dim)
     if keep_kv is not None and not isinstance(keep_kv, bool):
         raise ValueError(f"keep_kv must be True, False or None, got {keep_kv!r}")
     if keep_kv is False and levels[0] == 1 and levels[1] > 1:
@@ -124,8 +128,8 @@ def checked(
         raise ValueError(f"quality must be one of {list(_QUALITIES)}, got {quality!r}")
     name, itemsize = _dtype(dtype)
     return Request(
-        masks, levels, chosen, None if stages is None else int(stages), keep_kv, int(block_size), *shape, name,
-        itemsize, hardware, packing, memory_budget is not None, recurrence.checked(recurrences),
+        masks, levels, chosen, None if stages is None else int(stages), keep_kv, int(block_size), *shape, kv_row_dim,
+        name, itemsize, hardware, packing, memory_budget is not None, recurrence.checked(recurrences),
     )  # fmt: skip
 
 

@@ -1,0 +1,65 @@
+"""Plans of rows that travel in place of K and V: bytes, seconds and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import spanwise
+from spanwise import SpanMask
+
+# DeepSeek-V3: 128 heads, keys of 128 + 64, values of 128, latents of 512 and a rotary key of 64.
+SHAPE = dict(num_q_heads=128, num_kv_heads=128, head_dim=192, v_head_dim=128)
+LENGTH = 65536
+
+
+def plan(kv_row_dim: int | None = 576, exchange: str = "needed", **options: object) -> spanwise.Plan:
+    return spanwise.make_plan(
+        SpanMask.causal(LENGTH), 8, balancer="head_tail", exchange=exchange, kv_row_dim=kv_row_dim, **SHAPE, **options
+    )
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "needed", "ring"])
+def test_bytes_are_those_of_the_rows(exchange: str) -> None:
+    compact, expanded = plan(exchange=exchange), plan(None, exchange)
+    assert compact.recv_bytes().tolist() == (compact.recv_tokens() * 576 * 2).tolist()
+    assert (expanded.recv_bytes() >= 60 * compact.recv_bytes()).all()
+    assert (compact.saved_bytes() * (128 * 320) == expanded.saved_bytes() * 576).all()
+
+
+def test_one_chunk_at_a_time_is_expanded() -> None:
+    one, four = plan(stages=1), plan(stages=4)
+    token = 128 * 320 * 2
+    assert (one.resident_bytes() >= one.recv_tokens() * token).all()
+    assert (four.resident_bytes() <= one.resident_bytes() - four.recv_tokens() * token * 0.7).all()
+
+
+def test_expanding_takes_time_and_bytes_take_less() -> None:
+    slow = dataclasses.replace(spanwise.H100, matmul_flops=spanwise.H100.matmul_flops / 2)
+    fast, slow = plan(stages=1).predict(), plan(stages=1, hardware=slow).predict()
+    products = 2 * 576 * 128 * 320 * LENGTH * 7 / 8 / spanwise.H100.matmul_flops  # of the tokens that a rank receives
+    assert slow["compute_forward"] - fast["compute_forward"] == pytest.approx(products, rel=0.2)
+    assert slow["compute_backward"] - fast["compute_backward"] == pytest.approx(4 * products, rel=0.2)
+    expanded = plan(None, stages=1).predict()
+    assert fast["exchange_forward"] < expanded["exchange_forward"] / 20
+    assert fast["exchange_backward"] < expanded["exchange_backward"] / 20
+
+
+def test_ulysses_trades_expanded_heads() -> None:
+    assert np.array_equal(plan(exchange="ulysses").recv_bytes(), plan(None, "ulysses").recv_bytes())
+
+
+def test_saved_and_compared(tmp_path: Path) -> None:
+    made = plan()
+    made.save(tmp_path / "plan.npz")
+    assert spanwise.Plan.load(tmp_path / "plan.npz").kv_row_dim == 576
+    assert made != plan(None)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "576", True])
+def test_wrong_numbers(wrong: object) -> None:
+    with pytest.raises(ValueError, match="kv_row_dim"):
+        plan(wrong)  # type: ignore[arg-type]
