@@ -6,11 +6,13 @@ Hypothesis draws every number, so a failing case shrinks, is kept in the example
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
-from tests.properties.cells import MaskCase
+from tests.properties.cells import MaskCase, cells
 from tests.properties.masks import Rng, cuts, random_batch, random_mask, random_packing
 
 EXCHANGES = ("needed", "all_gather", "hierarchical", "ring", "ulysses", "auto")
@@ -22,8 +24,8 @@ class Case:
     """One attention call.
 
     Attributes:
-        seed: of the tensors.
         masks: by name; `mask` is the name of the one that the call takes.
+        seed: of the tensors.
         batch: rows of the tensors; a mask of one row serves them all.
         levels: ``(outer, inner)`` ranks; inner 1 is a 1-D mesh.
         host_size: ranks of a host, for exchange "hierarchical".
@@ -39,36 +41,47 @@ class Case:
         refusal: name of what is wrong with the call, or None.
     """
 
-    seed: int
     masks: dict[str, MaskCase]
-    mask: str
-    q_len: int
-    kv_len: int
-    batch: int
-    levels: tuple[int, int]
-    host_size: int
-    exchange: str
-    stages: int | None
-    keep_kv: bool | None
-    balancer: str
-    block_size: int
-    cu_seqlens: list[int] | None
-    quality: str
-    weighted: bool
-    give_shape: bool
-    heads: tuple[int, int]
-    dims: tuple[int, int]
-    dtype: str
-    kernel: str
-    scale: float | None
-    softcap: float | None
-    bias: str | None
-    sinks: int
-    lse: bool
-    max_logit: bool
-    rank_plan: bool
-    gradients: bool
-    refusal: str | None
+    mask: str = "default"
+    seed: int = 0
+    batch: int = 1
+    levels: tuple[int, int] = (1, 1)
+    host_size: int = 2
+    exchange: str = "needed"
+    stages: int | None = None
+    keep_kv: bool | None = None
+    balancer: str = "contiguous"
+    block_size: int = 8
+    cu_seqlens: list[int] | None = None
+    quality: str = "best"
+    weighted: bool = False
+    give_shape: bool = False
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (8, 6)
+    dtype: str = "float64"
+    kernel: str = "sdpa"
+    scale: float | None = None
+    softcap: float | None = None
+    bias: str | None = None
+    sinks: int = 0
+    lse: bool = True
+    max_logit: bool = False
+    rank_plan: bool = True
+    gradients: bool = True
+    refusal: str | None = None
+
+    @functools.cached_property
+    def cells(self) -> np.ndarray:
+        """Which keys each row reads, bool ``[batch, q_len, kv_len]``."""
+        return cells(self.masks[self.mask])
+
+    @property
+    def q_len(self) -> int:
+        return self.cells.shape[1]
+
+    @property
+    def kv_len(self) -> int:
+        return self.cells.shape[2]
 
     @property
     def num_ranks(self) -> int:
@@ -115,7 +128,7 @@ def random_case(rng: Rng, most_ranks: int, exchange: str) -> Case:
     heads = _heads(rng, levels[1] if exchange != "ulysses" else levels[0])
     dims = [rng.integers(1, 17) for _ in range(2)]
     return Case(
-        seed=rng.integers(0, 2**32), masks=masks, mask=mask, q_len=q_len, kv_len=kv_len, batch=batch, levels=levels,
+        seed=rng.integers(0, 2**32), masks=masks, mask=mask, batch=batch, levels=levels,
         host_size=rng.integers(2, 5), exchange=exchange, stages=stages, keep_kv=keep_kv, balancer=balancer,
         block_size=rng.choice([1, 2, 3, 4, 8, 16, 128]),
         cu_seqlens=cuts(rng, q_len, 4) if balancer == "per_document_head_tail" and not packed else None,

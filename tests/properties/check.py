@@ -15,7 +15,6 @@ from spanwise.layouts.layout import Layout
 from tests.oracle import Expected, expected
 from tests.properties import build
 from tests.properties.cases import Case
-from tests.properties.cells import cells
 from tests.properties.refusals import REFUSALS
 
 #: Largest error of an entry by dtype, relative to the largest sum of absolute values of the terms of any entry (see
@@ -55,7 +54,7 @@ def check(case: Case, run: Run) -> None:
         return
     results = run(case.num_ranks, build.on_rank, *given, **mesh)
     options = {name: getattr(case, name) for name in ("scale", "softcap", "bias")}
-    visible = torch.from_numpy(cells(case.masks[case.mask]))
+    visible = torch.from_numpy(case.cells)
     _compare(case, plan, expected(inputs, visible, options), visible, results)
 
 

@@ -161,7 +161,7 @@ def full() -> Case:
     case = one_rank_case(refusal=None, batch=1)
     full = MaskCase("full", {"q_len": 20, "kv_len": 20})
     options = {"sinks": 1, "lse": True, "max_logit": True, "gradients": True, "bias": None, "scale": None}
-    options |= {"q_len": 20, "kv_len": 20, "dtype": "float64", "rank_plan": False, "cu_seqlens": None}
+    options |= {"dtype": "float64", "rank_plan": False, "cu_seqlens": None}
     return dataclasses.replace(case, masks={"default": full}, mask="default", balancer="contiguous", **options)
 
 

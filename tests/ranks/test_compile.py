@@ -20,9 +20,9 @@ from spanwise.attention.kernels.flex import Flex
 from spanwise.attention.rank_plan import build
 from tests.oracle import Problem, make_problem, relative_error
 from tests.pairs import named
+from tests.ranks.calls import HOSTS
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_attention import HOSTS
 
 pytestmark = pytest.mark.compiles
 

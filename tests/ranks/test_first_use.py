@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
-from spanwise import AuxRequest, SpanMask, _torch
+from spanwise import SpanMask, _torch
 from tests.oracle import Problem, make_problem
 from tests.pairs import covering, named
+from tests.ranks.calls import CU_SEQLENS, EXCHANGES, LENGTH, errors, heads_for, step
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_attention import CU_SEQLENS, EXCHANGES, LENGTH, check, heads_for, mesh_of
 
 MODES = {"inference mode": torch.inference_mode, "fake": FakeTensorMode}
 
@@ -43,13 +43,11 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in _torch.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def train(problem: Problem, plan: spanwise.Plan, mesh: DeviceMesh | None, way: str, kernel: str) -> Any:
-    leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
+def train(problem: Problem, plan: spanwise.Plan, mesh: DeviceMesh | None, way: str, kernel: str, rank: int) -> None:
     given = plan if way == "Plan" else plan.local(mesh, "cpu", kernel=kernel)
-    out, aux = spanwise.context_parallel_attention(*leaves, given, mesh, kernel=kernel, return_aux=AuxRequest(lse=True))
-    assert spanwise.unshard(plan, mesh, out, dim=2).shape == problem.out.shape
-    out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
-    return out.detach(), aux.lse.detach(), *(x.grad for x in leaves)
+    got = step(given, mesh, problem, kernel=kernel)
+    assert max(errors(plan, rank, problem, got)) <= 1e-5
+    assert spanwise.unshard(plan, mesh, got[0], dim=2).shape == problem.out.shape
 
 
 @pytest.mark.parametrize(
@@ -64,12 +62,12 @@ def test_trains_after_another_first_use(exchange: dict[str, Any], mode: str, way
     problem = make_problem(mask.dense(), heads=heads_for(exchange), dtype=torch.float32)
     plan = spanwise.make_plan(mask, 2, balancer="head_tail", block_size=8, **exchange)
 
-    def on_rank(rank: int, mesh: DeviceMesh) -> Any:
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
         first = first_use(problem, plan, mesh, mode, way, "sdpa")
         assert isinstance(first, FakeTensor) == (mode == "fake")
-        return train(problem, plan, mesh, way, "sdpa")
+        train(problem, plan, mesh, way, "sdpa", rank)
 
-    check(problem, plan, run_ranks(2, on_rank, **mesh_of(plan)), 1e-5)
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize("length", [1, LENGTH])
@@ -95,4 +93,4 @@ def test_first_use_in_another_fake_mode() -> None:
     problem = make_problem(mask.dense(), dtype=torch.float32)
     for _ in range(2):
         assert isinstance(first_use(problem, plan, None, "fake", "Plan", "sdpa"), FakeTensor)
-    check(problem, plan, [train(problem, plan, None, "Plan", "sdpa")], 1e-5)
+    train(problem, plan, None, "Plan", "sdpa", 0)

@@ -31,7 +31,7 @@ import spanwise
 from spanwise import _torch
 from spanwise.attention import failure
 from tests.limits import HANG
-from tests.ranks.test_attention import HOSTS
+from tests.ranks.calls import HOSTS
 from tests.scripts import forked
 
 TIMEOUT = 2.0  # seconds, of the process groups of a mesh

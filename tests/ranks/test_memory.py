@@ -17,8 +17,8 @@ from spanwise import Packing, SpanMask
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.planning.explain import describe_exchange
 from tests.limits import HANG
+from tests.ranks.calls import HOSTS, mesh_of
 from tests.ranks.gloo import GlooPool
-from tests.ranks.test_attention import HOSTS, mesh_of
 
 LENGTH = 67  # divides by nothing
 
