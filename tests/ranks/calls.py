@@ -79,3 +79,12 @@ def restored(plan: spanwise.Plan, shards: Sequence[Sequence[torch.Tensor]]) -> l
     """The tensors of the whole sequence out of those of each rank."""
     order = plan.layout.restore_indices()[0]
     return [torch.cat(parts, 2)[:, :, order] for parts in zip(*shards, strict=True)]
+
+
+def mismatch(run: Callable[[], Any]) -> str:
+    """The text of the `MismatchError` that `run` raises, empty if it raises none."""
+    try:
+        run()
+    except spanwise.MismatchError as error:
+        return str(error)
+    return ""

@@ -357,6 +357,24 @@ def test_gradients_are_summed_in_float32(way: dict[str, Any]) -> None:
     assert dv[0].unique().tolist() == [262.0] and all(not x.any() for x in dv[1:])
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(12, 3, 4), (10, 2, 5)])
+def test_gradients_of_shared_heads_are_summed_in_float32(heads: int, kv_heads: int, ranks: int) -> None:
+    """A K/V head gets 256 from its first query head and 1 from others, on that rank and elsewhere."""
+    mask = SpanMask(np.zeros((1, ranks), int), np.ones((1, ranks), int), ranks)  # every row reads key 0 alone
+    plan = spanwise.make_plan(mask, ranks, balancer="contiguous", exchange="ulysses", block_size=1)
+    group = heads // kv_heads
+    by_head = torch.where(torch.arange(heads) % group == 0, 256.0, 1.0).view(1, heads, 1, 1)
+
+    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
+        q, k, v = (torch.ones(1, n, 1, 8, dtype=torch.bfloat16).requires_grad_() for n in (heads, kv_heads, kv_heads))
+        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
+        out.backward((by_head * (rank == 0)).expand(out.shape).to(out.dtype))
+        return v.grad
+
+    dv = run_ranks(ranks, on_rank)
+    assert (dv[0] == torch.tensor(255.0 + group).bfloat16()).all() and torch.tensor(255.0 + group).bfloat16() > 257
+
+
 def test_a_relay_sums_in_float32() -> None:
     """Two hosts send one row home each, 256 + 1, which bfloat16 would round to 256."""
     grads = torch.zeros(12)
