@@ -66,17 +66,19 @@ class Compact:
 
 def _expand(expand: Callable[[torch.Tensor, torch.Tensor], Any], *rows: torch.Tensor) -> Tensors:
     """K and V, contiguous; ``ValueError`` unless these are two tensors ``[B, H, T, D]`` of the rows' tokens."""
-    made = expand(*rows)
+    batch, _, tokens, _ = rows[0].shape
+    # Many functions reshape by -1, which fails without tokens. Compiled code does not know how many there are.
+    spare = torch.compiler.is_compiling() or tokens == 0
+    made = expand(*(torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in rows) if spare else rows)
     if not isinstance(made, (tuple, list)) or len(made) != 2 or not all(isinstance(x, torch.Tensor) for x in made):
         raise ValueError(f"expand must return K and V, got {type(made).__name__}")
-    k, v = made
-    tokens = rows[0].shape[0], rows[0].shape[2]
-    if any(x.dim() != 4 or (x.shape[0], x.shape[2]) != tokens for x in made):
+    if any(x.dim() != 4 or (x.shape[0], x.shape[2]) != (batch, tokens + spare) for x in made):
         raise ValueError(
-            f"expand must return K and V as [{tokens[0]}, heads, {tokens[1]}, head_dim], got {tuple(k.shape)} and "
-            f"{tuple(v.shape)} from {tuple(rows[0].shape)} and {tuple(rows[1].shape)}"
+            f"expand must return K and V as [batch, heads, tokens, head_dim] of the same batch and tokens, got "
+            f"{tuple(made[0].shape)} and {tuple(made[1].shape)} from {tuple(rows[0].shape)} and {tuple(rows[1].shape)}"
         )
-    return k.contiguous(), v.contiguous()
+    k, v = (x[:, :, :tokens].clone(memory_format=torch.contiguous_format) if spare else x.contiguous() for x in made)
+    return k, v
 
 
 def check_rows(k: torch.Tensor, v: torch.Tensor, expand: object) -> None:

@@ -24,6 +24,7 @@ from spanwise.integrations.transformers.masks import CHUNKED, FULL, SLIDING
 from spanwise.integrations.transformers.planned import OTHER, UNKNOWN, PlannedBatch, empty_mask, kind_of, planned_of
 
 PREFIX = "spanwise_"
+_EXPAND = "expand_kv"  # method of multi-head latent attention: K and V from latents and rotary keys
 KIND = "_spanwise_kind"  # attribute of an attention module: its kind of mask, by its layer in the config
 
 # Arguments of attention calls: those that count, and those that say nothing which the plan does not know.
@@ -62,9 +63,12 @@ def attention(
         ValueError: a call that a plan cannot serve.
     """
     planned, name = spanwise_plan or planned_of(attention_mask), type(module).__name__
+    expand = functools.partial(getattr(type(module), _EXPAND), module) if has_latents(module) else None
     if planned is None:
         if kind_of(attention_mask) is not None:
             raise ValueError(f"{name} was called without the plan of its batch; its model must pass keywords on")
+        if expand is not None:
+            key, value = expand(key, value)
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     names = ("scaling", "dropout")[: len(args)]  # some models pass them by position, in the order of eager attention
     kwargs |= dict(zip(names, args, strict=True))
@@ -78,9 +82,24 @@ def attention(
         sinks = sinks.to_local(grad_placements=sinks.placements)
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     out = spanwise.context_parallel_attention(
-        query, key, value, planned.plan, mask_name=mask_name, scale=scale, softcap=softcap, sinks=sinks
+        query, key, value, planned.plan, mask_name=mask_name, scale=scale, softcap=softcap, sinks=sinks, expand=expand
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def keep_latents(module: torch.nn.Module) -> None:
+    """Let multi-head latent attention pass `attention` latents and rotary keys, which travel in place of K and V."""
+    if callable(getattr(type(module), _EXPAND, None)):
+        setattr(module, _EXPAND, _unexpanded)
+
+
+def has_latents(module: torch.nn.Module) -> bool:
+    """Whether `keep_latents` changed the module; deep copies are changed, too."""
+    return module.__dict__.get(_EXPAND) is _unexpanded
+
+
+def _unexpanded(latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latents, rotary
 
 
 def mask(before: str, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import spanwise
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters
-from spanwise.integrations.transformers.attention import KIND, PREFIX, register
+from spanwise.integrations.transformers.attention import KIND, PREFIX, keep_latents, register
 from spanwise.integrations.transformers.documents import is_packed
 from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, site_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
@@ -166,6 +166,7 @@ def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             index = int(within[1]) if within else module.layer_idx
             if isinstance(index, int) and index < len(kinds):
                 setattr(module, KIND, kinds[index])
+                keep_latents(module)
 
 
 def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

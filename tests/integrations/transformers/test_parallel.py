@@ -51,7 +51,9 @@ def _with_fsdp(rank: int, mesh: Any, name: str, batch: dict[str, Any], first: st
 
 
 @pytest.mark.parametrize("first", ["fsdp", "cp"])
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", pytest.param("mamba2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "qwen3_next", "deepseek_v3", pytest.param("mamba2", marks=pytest.mark.slow)]
+)
 def test_fsdp(gloo_pool: GlooPool, name: str, first: str) -> None:
     documents = tiny.documents_of(LENGTHS)
     results = gloo_pool.run(2, _with_fsdp, name, tiny.packed(documents), first)
@@ -170,7 +172,7 @@ def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentr
     ("name", "reentrant"),
     [
         pytest.param(name, reentrant, marks=[] if (i % 2 == 0) == reentrant else pytest.mark.slow)
-        for i, name in enumerate(["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "jamba"])
+        for i, name in enumerate(["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "deepseek_v3"])
         for reentrant in (True, False)
     ],
 )
