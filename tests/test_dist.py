@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "spanwise"
-DEPENDENCIES = {"jinja2", "markupsafe", "numba", "numpy", "torch", "tyro"}
+DEPENDENCIES = {"numba", "numpy", "torch", "tyro"}
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -62,7 +62,7 @@ def test_the_wheel_holds_every_file_of_the_package(dist: Path) -> None:
         held = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
     assert sorted(held) == sorted(files)
     assert held == files
-    assert {Path(name).suffix for name in held} == {".py", ".css", ".jinja", ".typed"}
+    assert {Path(name).suffix for name in held} == {".py", ".css", ".typed"}
 
 
 def test_the_sdist_holds_what_a_checkout_needs(dist: Path) -> None:

@@ -35,7 +35,6 @@ class PlanOptions:
     Attributes:
         documents: JSON or CSV file of document lengths, or of cu_seqlens; a sequence's documents.
         column: key or column of --documents that holds the lengths.
-        data: files and folders; every file is one document.
         seq_len: tokens at which packed documents are cut; alone: one document of that length.
         sequence: which of the packed sequences to plan, from 0.
         window: tokens that a row reads before itself, and after itself with --bidirectional.
@@ -68,7 +67,6 @@ class PlanOptions:
 
     documents: Annotated[str | None, _named(metavar="FILE")] = None
     column: Annotated[str | None, _named(metavar="NAME")] = None
-    data: Annotated[tuple[str, ...], _named(metavar="PATH ...")] = ()
     seq_len: Count = None
     sequence: int = 0
     window: Annotated[tuple[int] | tuple[int, int] | None, _named(metavar="LEFT [RIGHT]")] = None

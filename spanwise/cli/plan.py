@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from spanwise.advice.advise import advise
+from spanwise.cli.lengths import SEQ_LIMIT, choose_sequence
 from spanwise.cli.options import PlanOptions
 from spanwise.cli.output import check_sizes, check_writable, load_hardware, working, write_text
 from spanwise.cli.report.compare import compare
 from spanwise.cli.report.plan_page import Report
-from spanwise.cli.sequence import SEQ_LIMIT, choose_sequence
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.grids import Grid, compare_grids
@@ -116,9 +116,6 @@ def _make_plan(
     if inner < 1 or num_ranks % inner or options.heads % inner:
         numbers = f"{options.inner}, {num_ranks} ranks and {options.heads} heads"
         raise ValueError(f"--inner must divide the ranks and --heads, got {numbers}")
-    if options.exchange == "ulysses" and (inner > 1 or options.heads % num_ranks):
-        numbers = f"{num_ranks} ranks, {options.heads} heads and --inner {inner}"
-        raise ValueError(f"--exchange ulysses needs ranks that divide --heads, without --inner; got {numbers}")
     return make_plan(
         masks,
         num_ranks if inner == 1 else (num_ranks // inner, inner),

@@ -172,13 +172,8 @@ def test_the_page_loads_nothing_and_has_the_figures(written: tuple[Path, str], f
             )
             cells = units.milliseconds(order["exposed"]), units.num_bytes(order["peak_bytes"]), f"{order['launches']:,}"
             assert all(f">{cell}</td>" in row for cell in cells)
-        for group in {one["group"] for one in found["collectives"]}:
-            of = [one for one in found["collectives"] if one["group"] == group]
-            take, exposed = (units.milliseconds(sum(one[key] for one in of)) for key in ("ms", "exposed"))
-            numbers = f"<td>{len(of)}</td><td>{sum(one['members'] for one in of)}</td>"
-            assert f'<td class="left">{group}</td>{numbers}<td>{take}</td><td>{exposed}</td>' in page
         worst = max(found["collectives"], key=lambda one: one["exposed"])
-        assert f"<td>{units.milliseconds(worst['exposed'])}</td>" in page
+        assert f">{units.milliseconds(worst['exposed'])}</td>" in page
 
 
 def test_lanes_of_a_timeline() -> None:

@@ -95,22 +95,17 @@ def _degree(plan: Plan, alone: float) -> Degree:
 
 
 def _recommend(degrees: tuple[Degree, ...]) -> tuple[int, str]:
-    least = f"{KEEP:.0%}"
     efficient = [degree for degree in degrees if degree.efficiency >= KEEP]
     if not efficient:
         best = max(degrees, key=lambda degree: (degree.efficiency, -degree.ranks))
-        return best.ranks, (
-            f"no degree keeps {least} of linear speed-up; {best.ranks} ranks come nearest with {best.efficiency:.0%}"
-        )
+        return best.ranks, f"no degree keeps {KEEP:.0%} of linear speed-up; this one keeps {best.efficiency:.0%}"
     best = efficient[-1]
-    reason = f"the most ranks that keep {least} of linear speed-up: "
-    reason += f"{best.speedup:.1f} × at {best.efficiency:.0%}"
+    reason = f"the most ranks that keep {KEEP:.0%} of linear speed-up: {best.speedup:.1f} × at {best.efficiency:.0%}"
     after = next((degree for degree in degrees if degree.ranks > best.ranks), None)
     if after is None:
         return best.ranks, f"{reason}; more ranks were not compared"
     gain = best.total_seconds / after.total_seconds
-    change = f"{gain:.2f} × as fast" if gain > 1 else "no faster"
-    return best.ranks, f"{reason}; {after.ranks} ranks are {change} at {after.efficiency:.0%}"
+    return best.ranks, f"{reason}; {after.ranks} ranks are {gain:.2f} × as fast at {after.efficiency:.0%}"
 
 
 def grid_table(grids: Sequence[Grid]) -> Table:

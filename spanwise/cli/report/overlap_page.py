@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
 from spanwise.cli.report.lanes import draw, lanes
-from spanwise.cli.report.page import Table, render_page
+from spanwise.cli.report.page import Block, Heading, Legend, Preformatted, Table, render_page
 from spanwise.hardware import Hardware
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.figures import Figures, OrderFigures
@@ -19,6 +17,28 @@ from spanwise.overlap.optimize import Result
 
 #: Most rows of a table of exposed collectives.
 MOST = 40
+
+_LEGEND = Legend(
+    (("local", "compute"), ("exchange", "collective under way"), ("waited", "compute waits for a collective"))
+)
+_SCALE = (
+    "All to the same scale: the compute stream, and the stream of each process group. Neighbours too thin to see are "
+    "one bar. To zoom, write --trace and open it in Perfetto (ui.perfetto.dev)."
+)
+_SIMULATED = (
+    "Simulated, not measured: one in-order compute stream, one in-order stream for each process group; a wait keeps "
+    "compute until its collective has ended. Costs are a roofline of the device and α–β times of the network's levels. "
+    "A reason is a change that was tried for one collective alone; its milliseconds are those that it hides:"
+)
+_REASONS = {
+    "no independent compute": "all compute that neither leads to its start nor depends on its wait takes less time",
+    "stream is saturated": "it has a stream of its own",
+    "order of compute": "what leads to it goes earlier and what follows it later; the step may get longer",
+    "memory budget": "the same with more memory",
+    "dependency": "it starts with the graph and depends on nothing",
+    "no single change": "none of these hides it",
+    "not tried": "others are exposed longer",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +82,7 @@ class Graph:
         return Table("Orders compared", columns, rows, len(rows) - 1, note)
 
     def tables(self) -> list[Table]:
-        """Orders, process groups, and the most exposed collectives."""
-        groups: dict[str, list[float]] = {}
-        for one in self.figures.collectives:
-            row = groups.setdefault(one.group, [0, 0, 0, 0])
-            groups[one.group] = [a + b for a, b in zip(row, (1, one.members, one.ms, one.exposed), strict=True)]
-        of_groups = [
-            (name, f"{launches:,.0f}", f"{members:,.0f}", milliseconds(ms), milliseconds(exposed))
-            for name, (launches, members, ms, exposed) in groups.items()
-        ]
+        """Orders, and the most exposed collectives."""
         exposed = [
             (
                 one.name if one.members == 1 else f"{one.operator} of {one.members}", one.group, one.why,
@@ -82,7 +94,6 @@ class Graph:
         columns = ("collective", "group", "why", "size", "begins", "takes", "exposed")
         return [
             self.order_table(),
-            Table("By process group", ("group", "launches", "of collectives", "take", "exposed"), of_groups),
             *([Table("Most exposed collectives", columns, exposed[:MOST], note=more, left=3)] if exposed else []),
         ]
 
@@ -114,7 +125,7 @@ class Report:
         """What the command prints: `Result.report` of each graph, and the orders it is compared with."""
         parts = [f"{self.what}\non {self.hardware.name}; groups: {self.groups}"]
         for one in self.graphs:
-            parts.append(f"{one.name[0].upper()}{one.name[1:]}, {one.nodes:,} nodes")
+            parts.append(f"{_upper(one.name)}, {one.nodes:,} nodes")
             parts += [one.note] if one.note else []
             parts += [str(one.order_table())] if one.peers else []
             parts.append(one.result.report(self.labels))
@@ -140,24 +151,34 @@ class Report:
 
     def html(self) -> str:
         """The page."""
-        return render_page(
-            "overlap",
-            report=self,
-            graphs=[(one, self._drawings(key, one), one.tables()) for key, one in enumerate(self.graphs)],
-            summary=summary,
-            command=self.command,
+        gains = (
+            f"{one.name} {milliseconds(one.figures.before.makespan)} → {milliseconds(one.figures.after.makespan)}"
+            for one in self.graphs
         )
+        blocks: list[Block] = [
+            Heading(1, f"Hidden communication: {', '.join(gains)}"),
+            f"{self.what}. On {self.hardware.name}; process groups: {self.groups}.",
+        ]
+        for key, one in enumerate(self.graphs):
+            blocks += [Heading(2, _upper(one.name)), summary(one.figures), *filter(None, [one.note]), _LEGEND]
+            blocks += [*self._drawings(key, one), _SCALE, *one.tables()]
+        blocks += [Heading(2, "How the numbers come about"), _SIMULATED, _REASONS, Preformatted(self.command)]
+        return render_page(f"spanwise overlap: {self.what}", blocks)
 
-    def _drawings(self, key: int, one: Graph) -> list[tuple[str, float, Markup]]:
-        """Names, milliseconds and drawings of all orders, to one scale."""
+    def _drawings(self, key: int, one: Graph) -> list[Block]:
+        """Drawings of all orders, to one scale."""
         most = max(timeline.makespan for _, timeline in one.orders)
-        found = []
+        found: list[Block] = []
         why = {each.start: each.reason for each in one.figures.collectives if each.reason}
         for index, (order, timeline) in enumerate(one.orders):
             shown = lanes(timeline, self.labels, why if timeline is one.result.timeline else None)
-            drawing = draw(f"{key}-{index}", f"{one.name}, {order.name}", shown, most)
-            found.append((order.name, timeline.makespan, Markup(str(drawing))))
+            found.append(Heading(3, f"{_upper(order.name)}: {milliseconds(timeline.makespan)}"))
+            found.append(draw(f"{key}-{index}", f"{one.name}, {order.name}", shown, most))
         return found
+
+
+def _upper(name: str) -> str:
+    return name[0].upper() + name[1:]
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

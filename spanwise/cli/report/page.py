@@ -1,22 +1,21 @@
-"""Tables, as text and in HTML, and the self-contained page of a report: no network, no script, no libraries.
+"""Blocks of a report: headings, paragraphs, facts, tables, drawings; and the self-contained page that they make.
 
-`page.html.jinja` and `page.css` hold the parts that all reports share; each report adds a template.
+A page has no script, needs no network and no library; `page.css` is its style.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
 from importlib import resources
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
-import jinja2
-from markupsafe import Markup
-
+from spanwise.cli.report.svg import RANK_COLORS, Drawing
 from spanwise.overlap.explain import units
 
-#: Characters of the longest bar in a text.
-_BAR = 28
+#: Characters of the longest bar in a text, and its pixels on a page.
+_BAR, _BAR_PIXELS = 28, 160
 
 
 def pairs(value: float) -> str:
@@ -26,6 +25,25 @@ def pairs(value: float) -> str:
     '1.07 G'
     """
     return units.scaled(value, ("", "k", "M", "G", "T", "P")).strip()
+
+
+class Heading(NamedTuple):
+    """A heading of level 1 to 3."""
+
+    level: int
+    text: str
+
+
+class Legend(NamedTuple):
+    """Classes of drawings, and their meanings."""
+
+    entries: Sequence[tuple[str, str]]
+
+
+class Preformatted(NamedTuple):
+    """Text that keeps its lines."""
+
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,21 +78,60 @@ class Table:
         return "\n".join([self.title, *(lines if self.chosen is None else marked), *filter(None, [self.note])])
 
 
-def render_page(name: str, **values: Any) -> str:
-    """The page of the template ``NAME.html.jinja`` as text; `values` are escaped, except `Markup`."""
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_read),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        seconds=units.seconds, ms=units.milliseconds, bytes=units.num_bytes, count="{:,.0f}".format
-    )
-    environment.tests["bar"] = lambda cell: isinstance(cell, Bar)
-    return environment.get_template(f"{name}.html.jinja").render(**values, style=Markup(_read("page.css")))
+Block: TypeAlias = "str | Heading | Legend | Preformatted | Table | Drawing | Mapping[str, str]"
 
 
-def _read(name: str) -> str:
-    return resources.files("spanwise.cli.report").joinpath(name).read_text("utf-8")
+def render_page(title: str, blocks: Sequence[Block]) -> str:
+    """The page of the blocks: a string is a paragraph, a mapping a list of facts."""
+    style = resources.files("spanwise.cli.report").joinpath("page.css").read_text("utf-8")
+    light = "\n".join(f".c{i} {{ color: {color}; }}" for i, color in enumerate(RANK_COLORS))
+    dark = "\n".join(f".c{i} {{ color: color-mix(in oklab, {c} 82%, white); }}" for i, c in enumerate(RANK_COLORS))
+    policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{policy}',
+            f"<title>{escape(title)}</title>\n<style>\n{style}{light}",
+            f"@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}\n</style>\n</head>\n<body>\n<main>",
+            *map(_html, blocks),
+            "</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _html(block: Block) -> str:
+    if isinstance(block, Drawing):
+        return f"<figure>{block}</figure>"
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Heading):
+        return f"<h{block.level}>{escape(block.text)}</h{block.level}>"
+    if isinstance(block, Preformatted):
+        return f"<pre>{escape(block.text)}</pre>"
+    if isinstance(block, Legend):
+        keys = (f'<li><span class="key {kind}"></span>{escape(text)}</li>' for kind, text in block.entries)
+        return f'<ul class="legend">{"".join(keys)}</ul>'
+    if isinstance(block, str):
+        return f"<p>{escape(block)}</p>"
+    facts = (f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>" for topic, text in block.items())
+    return f'<dl class="facts">{"".join(facts)}</dl>'
+
+
+def _table(table: Table) -> str:
+    sides = ['class="left"' if i < table.left else "" for i in range(len(table.columns))]
+    head = "".join(f"<th {side}>{escape(name)}</th>" for name, side in zip(table.columns, sides, strict=True))
+    lines = []
+    for index, row in enumerate(table.rows):
+        cells = "".join(_cell(cell, side) for cell, side in zip(row, sides, strict=True))
+        lines.append(f"<tr {'class=chosen' if index == table.chosen else ''}>{cells}</tr>")
+    note = f"<p>{escape(table.note)}</p>" if table.note else ""
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<h3>{escape(table.title)}</h3><div class="scroll"><table>{body}</table></div>{note}'
+
+
+def _cell(cell: str | Bar, side: str) -> str:
+    if isinstance(cell, str):
+        return f"<td {side}>{escape(cell)}</td>"
+    own = 100 * cell.own / cell.all if cell.all else 0.0
+    bar = f'<span style="width: {own:.1f}%"></span>'
+    return f'<td class="left"><span class="bars" style="width: {_BAR_PIXELS * cell.all:.1f}px">{bar}</span></td>'

@@ -57,14 +57,6 @@ def draw_mask(key: str, plan: Plan, name: str, window: tuple[int, int]) -> Drawi
     return drawing
 
 
-def closer_window(mask: SpanMask) -> tuple[int, int] | None:
-    """About four typical documents from the middle of a sequence of many; None where all of it shows as much."""
-    area = mask.area()[0].astype(np.float64)
-    length = int(8 * (area**2).sum() / max(area.sum(), 1.0))  # 2 × the keys of the row of a typical pair is a document
-    middle = mask.q_len // 2
-    return (middle, middle + length) if 16 <= length < mask.q_len // 4 else None
-
-
 def draw_traffic(key: str, traffic: np.ndarray) -> Drawing:
     """A heat map of K/V tokens, receivers down, senders to the right."""
     count, most = len(traffic), int(traffic.max())

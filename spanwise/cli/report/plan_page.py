@@ -7,18 +7,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from spanwise.cli.report.compare import Comparison, describe_choice, grid_table
-from spanwise.cli.report.page import Bar, Table, pairs, render_page
-from spanwise.cli.report.pictures import closer_window, draw_mask, draw_timeline, draw_traffic, sample_ranks
-from spanwise.cli.report.svg import RANK_COLORS, Drawing
+from spanwise.cli.report.page import Bar, Block, Heading, Legend, Preformatted, Table, pairs, render_page
+from spanwise.cli.report.pictures import draw_mask, draw_timeline, draw_traffic, sample_ranks
+from spanwise.cli.report.svg import RANK_COLORS
 from spanwise.overlap.explain import units
 from spanwise.planning.grids import Grid
 from spanwise.planning.plan import Plan
 
 #: Most rows of a table of ranks; of more ranks a sample is shown, from the busiest to the idlest.
 MOST_RANKS = 16
+
+_CELLS = "Every cell is one query row and one key, sampled. The strips show which rank holds the tokens."
+_TIMES = Legend(
+    (
+        ("local", "attention on own keys"), ("remote", "attention on received keys"), ("copy", "packing and summing"),
+        ("exchange", "exchange"), ("waited", "waits for K/V, or for other ranks"),
+    )
+)  # fmt: skip
+_COUNTED = (
+    "Work and traffic are counted exactly from the mask and the layout; a pair is one query row reading one key. "
+    "Seconds are predicted: floating-point operations over the attention rate, bytes over the links, in the order in "
+    "which a layer runs them. Exposed: what a pass takes longer than the busiest rank computes."
+)
 
 #: Attributes of a plan that JSON holds as they are.
 _OF_PLAN = (
@@ -90,20 +102,12 @@ class Report:
     def html(self) -> str:
         """The page."""
         plan = self.plan
-        return render_page(
-            "plan",
-            report=self,
-            plan=plan,
-            colors=RANK_COLORS,
-            choice=describe_choice(plan),
-            predicted=plan.predict(),
-            layers=f"{sum(plan.weights.values()):,g}",
-            tables=self.comparisons(),
-            masks=[_mask(plan, name, str(index)) for index, name in enumerate(plan.masks)],
-            candidates=_candidates(plan),
-            documents=_documents(self) if len(self.lengths) > 1 else None,
-            command=self.command,
-        )
+        title = f"{plan.seq_len:,} tokens on {plan.num_ranks} ranks: {describe_choice(plan)}"
+        blocks: list[Block] = [Heading(1, title), f"{self.heading}, from {self.source}.", Preformatted(plan.explain())]
+        blocks += self.comparisons()
+        for index, name in enumerate(plan.masks):
+            blocks += _mask(plan, name, str(index))
+        return render_page(f"spanwise plan: {title}", [*blocks, _COUNTED, Preformatted(self.command)])
 
 
 def rank_table(plan: Plan, name: str) -> Table:
@@ -129,55 +133,24 @@ def rank_table(plan: Plan, name: str) -> Table:
     return Table(title, columns, rows, note=sampled, left=2)
 
 
-def _candidates(plan: Plan) -> Table:
-    """What else was considered, the fastest first."""
-    ranked = sorted(plan.candidates, key=lambda one: one.seconds["total"])
-    layers = sum(plan.weights.values())
-    rows = []
-    for one in ranked:
-        seconds = [one.seconds[f"compute_{key}"] + one.seconds[f"exposed_{key}"] for key in ("forward", "backward")]
-        received = f"{one.recv_mean / layers:,.0f}", f"{one.recv_max / layers:,.0f}"
-        each = (one.balancer, one.exchange, str(one.stages), f"{one.imbalance:.3f}", *received)
-        rows.append((*each, *map(units.seconds, (*seconds, one.seconds["total"]))))
-    columns = ("layout", "exchange", "chunks", "imbalance", "received, mean", "most", "forward", "backward", "total")
-    chosen = [(one.balancer, one.exchange, one.stages) for one in ranked]
-    of_plan = (plan.balancer, plan.exchange, plan.stages)
-    return Table("Candidates", columns, rows, chosen.index(of_plan) if of_plan in chosen else None, left=2)
-
-
-def _documents(report: Report) -> Table:
-    """Documents by powers of two: their number, and their shares of tokens and of the pairs of all layers."""
-    plan, lengths = report.plan, report.lengths
-    area = sum(weight * plan.mask(name).area()[0] for name, weight in plan.weights.items())
-    pairs = np.diff(np.append(0, np.cumsum(area))[np.append(0, np.cumsum(lengths))])
-    power = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
-    rows = []
-    for p in range(power[lengths > 0].min(), power.max() + 1):
-        of = (power == p) & (lengths > 0)
-        shares = [float(values[of].sum() / max(values.sum(), 1)) for values in (lengths, pairs)]
-        bars = [cell for share in shares for cell in (Bar(share, share), f"{share:.0%}")]
-        rows.append((f"{1 << p:,} to {(2 << p) - 1:,}", f"{of.sum():,.0f}", *bars))
-    return Table("Documents", ("tokens", "documents", "of all tokens", "", "of all pairs", ""), rows)
-
-
-def _mask(plan: Plan, name: str, key: str) -> dict[str, Any]:
-    """Variables of one mask for the template. `key` is in the ids of its drawings; a mask's name may hold blanks."""
-    closer = closer_window(plan.mask(name))
-    traffic = plan.traffic(name)
-    return {
-        "name": name,
-        "ranks": rank_table(plan, name),
-        "held": (int(plan.resident_bytes(name).max()), int(plan.saved_bytes(name).max())),
-        "received": float(plan.recv_tokens(name).mean()),
-        "picture": _svg(draw_mask(key, plan, name, (0, plan.seq_len))),
-        "closer": _svg(draw_mask(f"{key}-closer", plan, name, closer)) if closer else None,
-        "traffic": _svg(draw_traffic(key, traffic)) if traffic.any() else None,
-        "timeline": _svg(draw_timeline(key, plan, name)),
-    }
-
-
-def _svg(drawing: Drawing) -> Markup:
-    return Markup(str(drawing))  # its texts are escaped one by one
+def _mask(plan: Plan, name: str, key: str) -> list[Block]:
+    """What the page shows of one mask. `key` is in the ids of its drawings; a mask's name may hold blanks."""
+    count, traffic = len(RANK_COLORS), plan.traffic(name)
+    colors = [
+        (f"c{i}", f"rank {i}, {i + count} …" if i + count < plan.num_ranks else f"rank {i}") for i in range(count)
+    ]
+    held, saved = (units.num_bytes(int(of(name).max())) for of in (plan.resident_bytes, plan.saved_bytes))
+    found: list[Block] = [
+        Heading(2, f"Mask “{name}”: who computes what" if len(plan.masks) > 1 else "Who computes what"),
+        Legend([*colors[: plan.num_ranks], ("muted", "pale: keys of another rank")]),
+        draw_mask(key, plan, name, (0, plan.seq_len)),
+        _CELLS,
+        rank_table(plan, name),
+        {"Held for the exchange": f"{held} a layer on the fullest rank; {saved} of it for the backward"},
+    ]
+    if traffic.any():
+        found += [draw_traffic(key, traffic), "K/V tokens of one forward. Their gradients travel back in the backward."]
+    return [*found, Heading(3, "Predicted timeline of one layer"), _TIMES, draw_timeline(key, plan, name)]
 
 
 def _mask_figures(plan: Plan, name: str) -> dict[str, Any]:
