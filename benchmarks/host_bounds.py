@@ -1,4 +1,4 @@
-"""Lower bounds for what crosses between hosts, beside which the figures of `plan_scale` stand. Exact; pure."""
+"""Lower bounds for what crosses between hosts, beside which tests hold plans. Exact; pure."""
 
 from __future__ import annotations
 

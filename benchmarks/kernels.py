@@ -24,7 +24,6 @@ from benchmarks import plan
 from benchmarks.publish import main, publish
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.cli.report.page import Table
 from spanwise.masks.span_mask import SpanMask
 
 BLOCK_SIZE = 128
@@ -68,7 +67,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
     tokens, heads, dim, _ = max(sizes, key=lambda size: (size[0], -size[2]))
     memory = measure_memory(tokens, heads, dim) if Path("/proc/self/status").exists() else None  # Linux has it
     result = {"num_threads": torch.get_num_threads(), "torch": torch.__version__, "rows": rows, "memory": memory}
-    return publish(result, out, _table(result), _memory_line(memory))
+    return publish(result, out)
 
 
 def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, Any]]:
@@ -182,29 +181,6 @@ def _alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
             step()
             best[name] = min(best[name], time.perf_counter() - begin)
     return best
-
-
-def _table(result: dict[str, Any]) -> Table:
-    columns = ("mask", "tokens", "heads", "blocks", "seconds", "GFLOP/s", "ratio", "target", "to")
-    rows = [
-        (
-            row["mask"], f"{row['tokens']:,.0f}", f"{row['heads']} x {row['dim']}", f"{row['blocks']:,.0f}",
-            f"{row['seconds']:.3f}", f"{row['gflops_per_second']:.0f}", f"{row['ratio']:.2f}", f"{row['target']}",
-            row["baseline"],
-        )
-        for row in result["rows"]
-    ]  # fmt: skip
-    return Table(f"Attention forward + backward, float32, {result['num_threads']} threads", columns, rows)
-
-
-def _memory_line(memory: dict[str, Any] | None) -> str:
-    if memory is None:
-        return ""
-    return (
-        f"Peak memory of a causal forward + backward at {memory['tokens']:,} tokens: "
-        f"{memory['peak_bytes'] / 2**20:.0f} MiB, torch {memory['torch_peak_bytes'] / 2**20:.0f} MiB, "
-        f"ratio {memory['ratio']:.2f} (target {memory['target']})"
-    )
 
 
 if __name__ == "__main__":

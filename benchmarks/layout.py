@@ -16,7 +16,6 @@ import numpy as np
 
 from benchmarks.plan import document_offsets
 from benchmarks.publish import main, publish
-from spanwise.cli.report.page import Table
 from spanwise.layouts.local import Local
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
@@ -88,7 +87,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
                         "source": "MagiAttention's own dispatch solver run on the same mask",
                     }
                 )  # fmt: skip
-    return publish({"seq_len": SEQ_LEN, "rows": rows}, out, _table(rows))
+    return publish({"seq_len": SEQ_LEN, "rows": rows}, out)
 
 
 def _row(
@@ -113,23 +112,6 @@ def _row(
         "gather": plan.seq_len - plan.seq_len // num_ranks,
         "ms": statistics.median(times),
     }
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    title = (
-        f"Layouts of {SEQ_LEN:,} tokens: K/V tokens that a rank receives\n"
-        "(MagiAttention MinHeap/ToppHeap, from its own dispatch solver run on the same masks)"
-    )
-    columns = ("ranks", "mask", "balancer", "imbalance", "received, mean", "largest", "full gather", "plan ms")
-    cells = [
-        (
-            str(row["num_ranks"]), row["mask"], row["balancer"], f"{row['imbalance']:.3f}", f"{row['recv_mean']:,.0f}",
-            "–" if row["recv_max"] is None else f"{row['recv_max']:,.0f}", f"{row['gather']:,.0f}",
-            "–" if row["ms"] is None else f"{row['ms']:.1f}",
-        )
-        for row in rows
-    ]  # fmt: skip
-    return Table(title, columns, cells, left=3)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV
 from spanwise.attention.rank_plan import RankPlan, build
-from spanwise.cli.report.page import Table
 from spanwise.layouts.packing import Packing
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -88,7 +87,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(), "torch": torch.__version__, "seq_len": seq_len, "heads": HEADS,
         "head_dim": HEAD_DIM, "rows": rows,
     }  # fmt: skip
-    return publish(result, out, _table(result))
+    return publish(result, out)
 
 
 def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> dict[str, Any]:
@@ -155,31 +154,6 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     return step
-
-
-def _table(result: dict[str, Any]) -> Table:
-    names = ("ranks", "documents", "number", "padding", "padded ms", "unpadded ms", "local ms")
-    title = (
-        f"Packed documents, {result['seq_len']:,} tokens: padded to twice the ranks in dual-chunk order, against "
-        f"unpadded in the same order, and by 'local'\nforward + backward of the busiest rank, {HEADS} heads of "
-        f"{HEAD_DIM}, float32, {result['num_threads']} threads; least (and median) of the repeats; then the "
-        f"ratio to padded of the busiest ranks, and of all"
-    )
-    shown = []
-
-    def seconds(found: dict[str, Any]) -> str:
-        return f"{found['busiest']['min'] * 1e3:.1f} ({found['busiest']['median'] * 1e3:.1f})"
-
-    def compared(found: dict[str, Any]) -> str:
-        return f"{seconds(found)}; {found['ratio']:.2f}, {found['total_ratio']:.2f}"
-
-    for row in result["rows"]:
-        padded, unpadded, local = row["padded"], row["unpadded"], row["local"]
-        received = f"{padded['recv_mean']:,.0f}", f"{local['recv_mean']:,.0f}"
-        padding = f"{row['padding_share']:.1%}"
-        timed = seconds(padded), compared(unpadded), compared(local)
-        shown.append((str(row["num_ranks"]), row["corpus"], f"{row['documents']:,.0f}", padding, *timed, *received))
-    return Table(title, (*names, "padded receives", "local receives"), shown, left=2)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import torch
 from benchmarks.publish import main, publish
 from spanwise.attention import rank_plan
 from spanwise.attention.kernels.table import KERNELS
-from spanwise.cli.report.page import Table
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -53,7 +52,7 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
         rows = [_row(*size, balancer, 3 if quick else 9) for size in sizes for balancer in BALANCERS]
     finally:
         torch.set_num_threads(threads)
-    return publish({"num_threads": 1, "rows": rows}, out, _table(rows))
+    return publish({"num_threads": 1, "rows": rows}, out)
 
 
 def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str, Any]:
@@ -92,24 +91,6 @@ def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str,
         "reads_tokens_max": int(plan.needed_tokens().max()),
         "all_gather_tokens_mean": float((seq_len - plan.layout.tokens_per_rank).mean()),
     }
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    cells = []
-    for row in rows:
-        name = row["balancer"] if row["balancer"] != "auto" else f"auto ({row['chosen']})"
-        tokens = [f"{row[key]:,.0f}" for key in ("reads_tokens_mean", "reads_tokens_max", "all_gather_tokens_mean")]
-        plan = (
-            f"{row['seq_len']:,.0f}",
-            str(row["num_ranks"]),
-            name,
-            f"{row['total_ms']:.1f}",
-            f"{row['imbalance']:.3f}",
-        )
-        cells.append((*plan, *tokens))
-    columns = ("tokens", "ranks", "balancer", "total ms", "imbalance", "reads, mean", "reads, max", "all_gather")
-    title = "Planning on one core: mask, plan, traffic, fingerprint, one rank's tensors and block tables"
-    return Table(title, columns, cells, left=3)
 
 
 if __name__ == "__main__":

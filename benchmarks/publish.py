@@ -1,4 +1,7 @@
-"""Options and output of the benchmarks that print tables: ``python -m benchmarks.layout --quick --out rows.json``."""
+"""Options and output of the benchmarks: ``python -m benchmarks.layout --quick --out rows.json``.
+
+docs/make_benchmarks.py makes the tables of docs/benchmarks.md from the JSON.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ def main(run: Callable[[Path | None, bool], object], text: str) -> None:
     run(given.out, given.quick)
 
 
-def publish(result: dict[str, Any], out: Path | None, *tables: Any) -> dict[str, Any]:
-    """Print `tables` (empty ones are left out) and write `result` to `out`."""
-    for table in filter(None, tables):
-        print(table)
+def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """Print the result's rows, and write it to `out`."""
+    for name, value in result.items():
+        for row in value if isinstance(value, list) else [{name: value}]:
+            print(json.dumps(row))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -216,20 +216,6 @@ def memory() -> str:
     return table(["tokens, mask", *WAYS.values()], body)
 
 
-def memory_measured() -> str:
-    rows = load("memory-cpu")["measured"]
-    plain = [row for row in rows if "ulysses" not in row["way"]]
-    equal = all(row[f"{key}_measured"] == row[key] for row in plain for key in ("resident", "saved"))
-    assert equal
-    most = max(row["resident_measured"] / row["resident"] for row in rows)
-    lengths = sorted({row["tokens"] for row in rows})
-    return (
-        f"The benchmark also measures the memory on 8 processes, at {lengths[0]:,} to {lengths[-1]:,} tokens. Without "
-        f"Ulysses every measured figure equals the plan to the byte. With Ulysses the measurement includes results of "
-        f"kernels and merges, and is up to {most:.2f} times the plan."
-    )
-
-
 def layouts() -> str:
     rows = load("layout-cpu")["rows"]
     balancers = ("contiguous", "head_tail", "lpt", "local", "MagiAttention MinHeap", "MagiAttention ToppHeap")
@@ -299,33 +285,6 @@ def grids() -> str:
     return table(["documents: median", "dp × cp", "step to one plan", "work", "tokens"], body)
 
 
-def plan_scale() -> str:
-    body = []
-    for row in load("plan-scale")["rows"]:
-        if row["ranks"] < 128 or "scaled" in row["mask"]:
-            continue
-        choice = row["auto_choice"].removesuffix(" in 1").replace(" with ", ", ")
-        seconds = [f"{row[f'{key}_seconds']:.2f}" for key in ("plan", "auto", "tensor")]
-        body.append([row["mask"], f"{row['ranks']:,}", *seconds, choice, f"{row['imbalance']:.3f}"])
-    return table(["mask", "ranks", "local, s", "auto, s", "tensors, s", "auto takes", "imbalance of local"], body)
-
-
-def hosts() -> str:
-    body = []
-    for row in load("plan-scale")["rows"]:
-        if (found := row.get("by_host")) and "scaled" not in row["mask"]:
-            once = row["hierarchical"]
-            shares = [f"{one['inside_share']:.0%}" for one in (row, once, found)]
-            over = [f"{one['between_over_bound']:.2f}" for one in (once, found)]
-            steps = [once["needed_step_seconds"], once["step_seconds"], found["step_seconds"]]
-            body.append(
-                [row["mask"], f"{row['ranks']:,}", ", ".join(shares), ", ".join(over),
-                 ", ".join(f"{1e3 * one:,.0f}" for one in steps)]
-            )  # fmt: skip
-    header = ["mask", "ranks", "bytes inside hosts", "over the bound (hierarchical)", "step, ms"]
-    return table(header, body)
-
-
 def recurrence() -> str:
     found = load("recurrence-cpu")
     body = []
@@ -376,14 +335,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "grids": grids,
     "packed": packed,
     "memory": memory,
-    "memory measured": memory_measured,
     "linear loss": linear_loss,
     "linear loss shape": linear_loss_shape,
     "recurrence": recurrence,
     "layouts": layouts,
     "planning": planning,
-    "plan scale": plan_scale,
-    "hosts": hosts,
     "published": published,
 }
 
