@@ -27,8 +27,8 @@ from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.engine import Timeline
-from spanwise.overlap.explain.figures import OrderFigures, arithmetic, order_figures
-from spanwise.overlap.explain.report import figures
+from spanwise.overlap.explain.reasons import reasons
+from spanwise.overlap.explain.report import OrderFigures, arithmetic, figures, order_figures
 from spanwise.overlap.explain.trace import trace_events
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.capture import Attention, CaptureConfig, capture
@@ -275,9 +275,9 @@ def _peers(
     found: list[tuple[OrderFigures, Timeline]] = []
     heavy = arithmetic(gm)
 
-    def add(what: str, timeline: Timeline, seconds: float, merged: bool) -> None:
-        own = order_figures(what, timeline, heavy, names=labels, merged=merged, budget=result.budget, seconds=seconds)
-        found.append((own, timeline))
+    def add(what: str, timeline: Timeline, seconds: float) -> None:
+        why = reasons(timeline, budget=result.budget)
+        found.append((order_figures(what, timeline, heavy, why, names=labels, seconds=seconds), timeline))
 
     note = ""
     for bucket in (False, True):
@@ -288,11 +288,11 @@ def _peers(
             except Exception as error:  # raised by PyTorch's graph code; ours goes on
                 note = f"{what} cannot run here: {type(error).__name__}: {error}"
                 break
-        add(what, timeline, seconds, merged=bucket)
+        add(what, timeline, seconds)
     if options.bucket:
         with working(f"scheduling the {name} without buckets"):
             plain, seconds = _optimized(gm, cost, options, bucket=False)
-        add("spanwise, reorder", plain.timeline, seconds, merged=False)
+        add("spanwise, reorder", plain.timeline, seconds)
     return found, note
 
 

@@ -41,26 +41,33 @@ autograd_collectives = torch.ops._c10d_functional_autograd
 shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
 
 
-def _flex_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, _node_meta: Any, **__: Any) -> float:
-    return sdpa_flop_count(q.shape, k.shape, v.shape) * _read_share(_node_meta)
+def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **given: Any) -> float:
+    return sdpa_flop_count(q.shape, k.shape, v.shape) * _read_share(given)
 
 
-def _flex_backward_flops(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, *_: Any, _node_meta: Any, **__: Any
+def _flex_backward_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, *_: Any, **given: Any) -> float:
+    return sdpa_backward_flop_count(out.shape, q.shape, k.shape, v.shape) * _read_share(given)
+
+
+def _cpu_backward_flops(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> float:
-    return sdpa_backward_flop_count(out.shape, q.shape, k.shape, v.shape) * _read_share(_node_meta)
+    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
 
 
-def _read_share(meta: Mapping[str, Any]) -> float:
-    return 1.0 - (meta.get("custom") or {}).get("sparsity_hint", 0.0)
+def _read_share(given: Mapping[str, Any]) -> float:
+    """Of FlexAttention: the share of all scores that its mask lets it compute."""
+    return 1.0 - (given.get("_node_meta", {}).get("custom") or {}).get("sparsity_hint", 0.0)
 
 
-# torch's formulas; those of FlexAttention for torch 2.11 and 2.12, which lack them and would count nothing.
+# torch's formulas; it lacks those of attention on the CPU, torch 2.11 and 2.12 also those of FlexAttention.
 flop_formulas: Mapping[Any, Callable[..., Any]] = collections.ChainMap(
     flop_registry,
     {
-        torch.ops.higher_order.flex_attention: _flex_flops,
+        torch.ops.higher_order.flex_attention: _attention_flops,
         torch.ops.higher_order.flex_attention_backward: _flex_backward_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_backward_flops,
     },
 )
 
@@ -177,30 +184,6 @@ def partition(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.G
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_outputs)
-
-
-def sdpa_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device_type: str) -> tuple[torch.Tensor, ...]:
-    """Causal attention by the flash operator of a device: the output, then tensors for the backward."""
-    if device_type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-    return out, lse, seed, offset
-
-
-def sdpa_flash_backward(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *saved: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v; `saved` is the result of `sdpa_flash_forward`."""
-    out, lse, *dropout = saved
-    if not dropout:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, True
-        )
-    else:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad_out, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, True, *dropout
-        )
-    return grads
 
 
 def has_hidden_effects(target: Any) -> bool:

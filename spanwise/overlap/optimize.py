@@ -15,14 +15,13 @@ from torch import fx
 
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
-from spanwise.overlap.bounds import Bounds, lower_bounds
+from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.buckets import bucket as into_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.dag import Dag, GraphError
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.engine import simulate as run
-from spanwise.overlap.explain.figures import arithmetic
-from spanwise.overlap.explain.report import Doubts, Result
+from spanwise.overlap.explain.report import Doubts, Result, arithmetic
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
@@ -111,49 +110,35 @@ def not_split(result: Result) -> Result:
 def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options: dict[str, Any]) -> Result:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
 
-    def search(cut: Captured, quick: int | None, bounds: Bounds) -> Schedule:
-        return schedule(cut.contracted.dag, budget=whole.budget, bounds=bounds, **_with_effort(options, cut, quick))
+    def of_cut(cut: fx.GraphModule, of: Cost, most: int | None) -> Result:
+        return _optimized(cut, of, whole.budget, bucket, options, most)
 
-    def fuse(cut: Captured, of: Cost, found: Schedule, quick: bool) -> tuple[Quotient, Schedule]:
-        return _bucketed(cut, of, found, bucket, _with_effort(options, cut), quick=quick)
-
-    trial = find_split(gm, cost, search, fuse, whole.timeline)
-    if trial is None:
-        why = "no cut makes it shorter"
-        return dataclasses.replace(whole, split=Split(why=why, unsplit=whole.timeline.makespan))
-    found = described(gm, trial, whole.timeline, whole.bounds.makespan, arithmetic(gm))
-    result = _emitted(trial.module, trial.cost, trial.captured, whole.before, trial.merged, trial.found)
-    return dataclasses.replace(result, split=found)
+    trial = find_split(gm, cost, of_cut, whole.timeline)
+    split = described(gm, trial, whole.timeline, whole.bounds.makespan, arithmetic(gm))
+    return dataclasses.replace(trial.result if trial else whole, before=whole.before, split=split)
 
 
 def _optimized(
-    gm: fx.GraphModule, cost: Cost, memory_budget: int | None, bucket: bool, options: dict[str, Any]
+    gm: fx.GraphModule,
+    cost: Cost,
+    memory_budget: int | None,
+    bucket: bool,
+    options: dict[str, Any],
+    most: int | None = None,
 ) -> Result:
-    """`optimize` of a graph whose sizes are numbers."""
+    """`optimize` of a graph whose sizes are numbers; with `most`, quickly, with at most so many orders."""
     captured = _captured(gm, cost)
-    own = run(captured.dag)
+    own, contracted = run(captured.dag), captured.contracted
     budget = default_budget(captured.dag) if memory_budget is None else memory_budget
-    options = _with_effort(options, captured)
-    found = schedule(captured.contracted.dag, budget=budget, **options)
-    return _emitted(gm, cost, captured, own, *_bucketed(captured, cost, found, bucket, options))
-
-
-def _with_effort(options: dict[str, Any], captured: Captured, most: int | None = None) -> dict[str, Any]:
-    """The options with a number of orders to try."""
-    effort = default_effort(captured.contracted.dag) if options["effort"] is None else options["effort"]
-    return {**options, "effort": effort if most is None else min(most, effort)}
-
-
-def _bucketed(
-    captured: Captured, cost: Cost, found: Schedule, bucket: bool, options: dict[str, Any], *, quick: bool = False
-) -> tuple[Quotient, Schedule]:
-    """The buckets of a contracted graph, and the schedule with them."""
-    contracted = captured.contracted
-    if not bucket:
-        return alone(contracted.dag), found
-    keys, price = bucket_keys(captured), _bucket_price(captured, cost)
-    of_units = [keys[of_unit[0]] for of_unit in contracted.members]
-    return into_buckets(contracted.dag, found, of_units, price, quick=quick, **options)
+    effort = default_effort(contracted.dag) if options["effort"] is None else options["effort"]
+    found = schedule(contracted.dag, budget=budget, **{**options, "effort": min(effort, most or effort)})
+    merged = alone(contracted.dag)
+    if bucket:
+        keys, price = bucket_keys(captured), _bucket_price(captured, cost)
+        of_units = [keys[of_unit[0]] for of_unit in contracted.members]
+        rest = {**options, "effort": effort, "quick": most is not None}
+        merged, found = into_buckets(contracted.dag, found, of_units, price, **rest)
+    return _emitted(gm, cost, captured, own, merged, found)
 
 
 def _expanded(captured: Captured, merged: Quotient, found: Schedule) -> tuple[Quotient, Timeline]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,12 +109,11 @@ def test_pytorch_s_pass_beside(figures: dict[str, Any]) -> None:
         assert reordered["makespan"] < found["before"]["makespan"]
         assert reordered["bound"] == pytest.approx(found["before"]["bound"])
         assert all(peer["seconds"] > 0 for peer in found["peers"])
-        # Of the orders without buckets all count the same collectives, a bucket is one, and whose is known if ours.
+        # Orders without buckets all count the same collectives; a bucket is one.
         for plain in (reordered, ours):
             assert sum(plain["counts"].values()) == sum(found["before"]["counts"].values())
-            assert plain["given_counts"] == plain["counts"] and plain["launches"] == found["before"]["launches"]
-        assert sum(bucketed["counts"].values()) <= bucketed["launches"] and bucketed["given_counts"] is None
-        assert sum(found["after"]["given_counts"].values()) == sum(found["before"]["counts"].values())
+            assert plain["launches"] == found["before"]["launches"]
+        assert sum(bucketed["counts"].values()) <= bucketed["launches"]
 
 
 def test_trace_has_all_timelines_of_each_graph(written: tuple[Path, str], figures: dict[str, Any]) -> None:
@@ -347,9 +347,10 @@ class Planted:
 
 
 def test_a_file_runs_code_only_if_it_is_trusted(tmp_path: Path) -> None:
-    planted = pickle.dumps(Planted(tmp_path / "was-run"))
-    head = {"torch": "2", "graphs": [{"name": "g", "bytes": len(planted)}], "ranks": {}, "labels": {}}
-    (tmp_path / "g").write_bytes(b"spanwise graphs 1\n" + json.dumps(head).encode() + b"\n" + planted)
+    planted = np.frombuffer(pickle.dumps(Planted(tmp_path / "was-run")), np.uint8)
+    head = {"torch": "2", "graphs": ["g"], "ranks": {}, "labels": {}}
+    with (tmp_path / "g").open("wb") as file:
+        np.savez(file, **{"spanwise graphs": np.array(json.dumps(head)), "graph g": planted})
     result = run("overlap", "--load", tmp_path / "g")
     assert result.status == 2 and "may run code as it is read: add --trust" in result.err
     assert not (tmp_path / "was-run").exists()
@@ -364,10 +365,9 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
     data = (tmp_path / "g").read_bytes()
     for name, content, text in (
         ("none", b"hello", "holds no graphs"),
-        ("zip", b"PK\x03\x04 and so on", "is a zip file without a program of torch.export"),
-        ("short", data[:-10], "is damaged: "),
-        ("head", b"spanwise graphs 1\n{}\n", "its second line does not say"),
-        ("body", data[:-3000] + bytes(3000), "cannot be read by torch"),
+        ("zip", b"PK\x03\x04 and so on", "holds no graphs"),
+        ("short", data[:-10], "is damaged"),
+        ("body", data[:500] + bytes(100) + data[600:], "is damaged"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=text):

@@ -399,11 +399,11 @@ def test_what_is_not_alike_is_not_merged() -> None:
     others, _ = starts_of("all_gather_into_tensor", [8], 4, "h")
     reduces, _ = starts_of("all_reduce", [8], 4)
     model = CostModel(HARDWARE, ranks={"g": INSIDE, "h": INSIDE})
-    with pytest.raises(GraphError, match="it is all_gather of group 'h', not all_gather of 'g' like the first"):
+    with pytest.raises(GraphError, match="'h'.*'g'"):
         model.merged([*gathers, *others])
-    with pytest.raises(GraphError, match="it is all_reduce of group 'g', not all_gather of 'g' like the first"):
+    with pytest.raises(GraphError, match="all_reduce.*all_gather"):
         model.merged([*gathers, *reduces])
-    with pytest.raises(GraphError, match="node 'wait_tensor': it starts no collective"):
+    with pytest.raises(GraphError, match="node 'wait_tensor'"):
         model.merged([*gathers, node(OPS.wait_tensor.default, empty(4))])
     with pytest.raises(ValueError, match="no collectives to merge"):
         model.merged([])

@@ -111,7 +111,7 @@ def warned() -> Iterator[list[logging.LogRecord]]:
 
 def test_what_torch_save_wrote(tmp_path: Path, warned: list[logging.LogRecord]) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "plain.pt")
-    text = "is a zip file without a program of torch.export, by torch.save perhaps: save them with"
+    text = "holds no graphs"
     with pytest.raises(ValueError, match=text):
         load_graphs(tmp_path / "plain.pt")
     assert warned == [], "they say less, and say it first"
@@ -130,7 +130,7 @@ def test_a_program_by_any_name(tmp_path: Path, warned: list[logging.LogRecord]) 
 
 def test_what_saving_takes(tmp_path: Path) -> None:
     gm = torch.fx.symbolic_trace(torch.nn.ReLU())
-    for given, kind in ((gm, "ReLU"), ({"g": torch.nn.ReLU()}, "a mapping from names to ReLU")):
+    for given, kind in ((gm, "ReLU"), ({"g": torch.nn.ReLU()}, "ReLU")):
         with pytest.raises(ValueError, match=f"must be a mapping from names to fx.GraphModule, .* got {kind}"):
             save_graphs(tmp_path / "g", given)  # type: ignore[arg-type]
     assert not (tmp_path / "g").exists()

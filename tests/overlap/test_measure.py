@@ -173,7 +173,7 @@ def test_a_file_is_read_before_the_clock(tmp_path: Path) -> None:
     # Another graph shares what it has in common.
     more = traced(lambda x, y: (x @ y).sin(), torch.randn(8, 8), torch.randn(8, 8))
     assert measure(more, cache=path, timer=clock).timed == 1 and clock.seen == ["sin"]
-    assert len(next(iter(json.loads(path.read_text())["ms"].values()))) == 7
+    assert len(json.loads(path.read_text())) == 7
     assert dict(measure(more, gm, timer=Clock()).table).keys() == {*first.table, *measure(more, timer=Clock()).table}
     assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
 
@@ -181,11 +181,10 @@ def test_a_file_is_read_before_the_clock(tmp_path: Path) -> None:
 def test_times_of_other_devices_are_kept_and_not_used(tmp_path: Path) -> None:
     gm, path = traced(lambda x: x.sin(), torch.rand(4)), tmp_path / "costs.json"
     measure(gm, cache=path, timer=Clock())
-    content = json.loads(path.read_text())
-    content["ms"] = {"another": next(iter(content["ms"].values()))}
+    content = {f"another {key}": ms for key, ms in json.loads(path.read_text()).items()}
     path.write_text(json.dumps(content))
     assert measure(gm, cache=path, timer=Clock()).timed == 1
-    assert set(json.loads(path.read_text())["ms"]) > {"another"}
+    assert json.loads(path.read_text()).keys() > content.keys()
 
 
 def test_times_are_not_lost_with_a_file_that_cannot_be_written(tmp_path: Path) -> None:
@@ -204,10 +203,9 @@ def test_times_are_not_lost_with_a_file_that_cannot_be_written(tmp_path: Path) -
     ("text", "why"),
     [
         ("{", "Expecting property name"),
-        ("[]", 'its format is not "spanwise measured costs 1"'),
-        ('{"format": "spanwise measured costs 1", "ms": {"cpu": 3}}', "'cpu' has no times"),
-        ('{"format": "spanwise measured costs 1", "ms": {"cpu": {"mm": NaN}}}', "'mm' takes nan ms"),
-        ('{"format": "spanwise measured costs 1", "ms": {"cpu": {"mm": "1"}}}', "'mm' takes 1 ms"),
+        ("[]", "no table of times"),
+        ('{"mm": NaN}', "'mm' takes nan ms"),
+        ('{"mm": {"cpu": 1}}', "'mm' takes {'cpu': 1} ms"),
     ],
 )
 def test_files_of_something_else_are_refused(tmp_path: Path, text: str, why: str) -> None:

@@ -10,8 +10,7 @@ from spanwise.cli.report.lanes import draw, lanes
 from spanwise.cli.report.page import Block, Heading, Legend, Preformatted, Table, render_page
 from spanwise.hardware import Hardware
 from spanwise.overlap.engine import Timeline
-from spanwise.overlap.explain.figures import Figures, OrderFigures
-from spanwise.overlap.explain.report import summary
+from spanwise.overlap.explain.report import Figures, OrderFigures, summary
 from spanwise.overlap.explain.units import milliseconds, num_bytes, seconds
 from spanwise.overlap.optimize import Result
 

@@ -9,43 +9,33 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
-from types import MappingProxyType
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from spanwise.overlap import _torch
 from spanwise.overlap.fx.operators import Role, attribute, named_arguments, nodes_in, tensors_of, traits
 
 _aten = torch.ops.aten
 
-# Attention of torch's own kernels, forward and backward. torch's registry lacks those of the CPU.
-_CPU_ATTENTION: dict[Any, Callable[..., float]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop_count,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop_count,
-}
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
 _ATTENTION = frozenset({
     _aten.scaled_dot_product_attention, _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu
-})  # fmt: skip
-_ATTENTION_BACKWARD = frozenset({
-    _aten._scaled_dot_product_flash_attention_backward, _aten._scaled_dot_product_efficient_attention_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward, _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    _aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward, _aten._scaled_dot_product_cudnn_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward
 })  # fmt: skip
 
 
 def is_attention(node: fx.Node) -> bool:
     """Whether a node is attention, forward or backward: torch's, FlexAttention or spanwise's."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
-        return True
-    name = str(getattr(packet, "__name__", packet))
-    return name in ("flex_attention", "flex_attention_backward") or _is_ours(node)
+    flex = getattr(packet, "__name__", "").startswith("flex_attention")
+    return packet in _ATTENTION or flex or _is_ours(node)
 
 
 def is_attention_backward(node: fx.Node) -> bool:
@@ -88,12 +78,7 @@ def node_flops(node: fx.Node) -> float:
     registered = packet in _torch.flop_formulas
     if not registered and not (isinstance(node.target, _torch.OpOverload) and _is_counted(node.target)):
         return 0.0
-    if packet in _CPU_ATTENTION:
-        first = 1 if packet in _ATTENTION_BACKWARD else 0
-        given = [tensors_of(n)[0].shape for n in nodes_in(node.args)]
-        shapes = given[first : first + 3]
-        flops = float(_CPU_ATTENTION[packet](*(given[:1] if first else ()), *shapes))
-    elif packet in _PRODUCTS and not node.kwargs:
+    if packet in _PRODUCTS and not node.kwargs:
         # torch's formulas insist that the summed dims are equal. With assumed symbolic sizes (`sizes`) they may differ,
         # for example for the tokens that an all-to-all returns.
         *_, left, right = (tensors_of(n)[0].shape for n in nodes_in(node.args))
@@ -106,8 +91,8 @@ def node_flops(node: fx.Node) -> float:
         if _is_ours(node) and not _spans_are_known(node):
             flops *= 1 - min(1.0, max(0.0, (node.meta.get("custom") or {}).get("sparsity_hint", 0.0)))
     else:
-        flops = _composite_flops(node, packet)
-    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+        flops = _composite_flops(node)
+    if packet in _ATTENTION:
         named = named_arguments(node)
         if named.get("is_causal"):
             q_len, kv_len = (tensors_of(named[name])[0].shape[-2] for name in ("query", "key"))
@@ -116,45 +101,13 @@ def node_flops(node: fx.Node) -> float:
     return flops
 
 
-# FLOPs of composite operators by the shapes of the result and of operands. Others run, once for each set of shapes. A
-# recurrent one would take a millisecond a step, and attention's parts would depend on the device.
-
-
-def _attention(out: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size) -> float:
-    return 2.0 * math.prod(out[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
-def _recurrent(out: torch.Size, x: torch.Size, *params: torch.Size) -> float:
-    """Every matrix of every layer and direction is multiplied with each step of each sequence."""
-    return 2.0 * math.prod(x[:-1]) * sum(math.prod(param) for param in params if len(param) == 2)
-
-
-_COMPOSITE: Mapping[Any, tuple[tuple[str, ...], Callable[..., float]]] = MappingProxyType(
-    {
-        _aten.scaled_dot_product_attention: (("query", "key", "value"), _attention),
-        **dict.fromkeys(
-            (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), (("input", "data", "params"), _recurrent)
-        ),
-    }
-)
-
-
 @functools.cache
 def _is_counted(op: _torch.OpOverload) -> bool:
-    """Whether an operator has FLOPs here or may decompose into operators with FLOPs; pointwise ones have none."""
-    if op.overloadpacket in _CPU_ATTENTION or op.overloadpacket in _COMPOSITE:
-        return True
+    """Whether an operator may decompose into operators with FLOPs; pointwise ones have none."""
     return torch.Tag.pointwise not in op.tags and _torch.decomposes(op)
 
 
-def _composite_flops(node: fx.Node, packet: Any) -> float:
-    if packet in _COMPOSITE:
-        names, formula = _COMPOSITE[packet]
-        named = named_arguments(node)
-        given = [_value(arg) for name in names for arg in nodes_in(named.get(name))]
-        shapes = [x.shape for x in (*tensors_of(node)[:1], *given) if isinstance(x, torch.Tensor)]
-        if len(shapes) > len(names):
-            return formula(*shapes)
+def _composite_flops(node: fx.Node) -> float:
     if traits(node).role is not Role.COMPUTE:  # views; and communication must not run
         return 0.0
     try:

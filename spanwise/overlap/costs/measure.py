@@ -14,12 +14,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import os
+import socket
+import tempfile
 import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,13 +32,13 @@ from torch import fx
 
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
-from spanwise.overlap.costs import cache_file
 from spanwise.overlap.costs.roofline import as_cost, node_bytes, ranks_of
-from spanwise.overlap.costs.timing import calls, device_of, milliseconds, smallest, trial, why_not
+from spanwise.overlap.costs.timing import calls, device_of, milliseconds, name_of, smallest, trial, why_not
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.operators import COALESCED, STARTS, Cost, Role, group_of, is_free, tensors_of, traits
 
 _LATENCY = "latency of "
+_OVER = " over +0"  # in the keys of collectives, before their ranks
 
 Timer = Callable[[fx.Node, Callable[[], Any]], float]
 """``(node, call) -> milliseconds``."""
@@ -216,7 +220,7 @@ def measure(
         where = torch.device("cuda", torch.cuda.current_device())
     alone = group is None or _torch.is_simulated(group)
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
-    sections, on_file = cache_file.sections(where, group), {}
+    prefixes, on_file = _prefixes(where, group), {}
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
     error: tuple[str, str] | None = None
@@ -225,7 +229,7 @@ def measure(
         if fallback is None and left_out:
             name, reason = next(iter(left_out.items()))
             error = name, f"it cannot be measured: {reason}; pass fallback="
-        on_file = cache_file.read(cache, sections) if cache is not None else {}
+        on_file = _read(cache, prefixes) if cache is not None else {}
     except (OSError, ValueError) as refused:
         error = "", str(refused)
     own = {key: (on_file.get(key), job.ranks, job.node.name) for key, job in jobs.items()}
@@ -250,7 +254,7 @@ def measure(
                     raise GraphError(name, text)
     if cache is not None and any(on_file.get(key) != ms for key, ms in table.items()):
         try:
-            cache_file.write(cache, sections, table)
+            _write(cache, prefixes, table)
         except (OSError, ValueError) as failed:  # go on like the other ranks
             warnings.warn(f"measured costs were not written to {os.fspath(cache)}: {failed}", stacklevel=2)
     model = None if fallback is None else as_cost(fallback)
@@ -337,3 +341,46 @@ def _largest(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
             if ms is not None:
                 found[key] = max(ms, found.get(key, 0.0))
     return dict(sorted(found.items()))
+
+
+def _prefixes(device: torch.device, group: dist.ProcessGroup | None) -> dict[bool, str]:
+    """What stands before keys in a file, for operators (False) and collectives (True).
+
+    Times of collectives are of this host only, because networks have no names.
+    """
+    operators = name_of(device)
+    size, backend = (1, "") if group is None else (group.size(), f", {dist.get_backend_config(group)}")
+    return {False: f"{operators}: ", True: f"{operators}, {size} ranks, {socket.gethostname()}{backend}: "}
+
+
+def _load(path: str | os.PathLike[str]) -> dict[str, float]:
+    """Milliseconds by prefix and key; empty without a file; ``ValueError`` if it holds no measured costs."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it has no table of times")
+        for key, ms in content.items():
+            if not (isinstance(ms, (int, float)) and math.isfinite(ms) and ms >= 0):
+                raise ValueError(f"{key!r} takes {ms} ms")
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:  # errors of JSON and Unicode are ValueErrors
+        text = f"{os.fspath(path)} is not a file of measured costs ({error}): remove it, or name another file"
+        raise ValueError(text) from error
+    return content
+
+
+def _read(path: str | os.PathLike[str], prefixes: Mapping[bool, str]) -> dict[str, float]:
+    """The times of a file that are of this device and these ranks, by key."""
+    known = _load(path)
+    return {key[len(prefix) :]: known[key] for prefix in prefixes.values() for key in known if key.startswith(prefix)}
+
+
+def _write(path: str | os.PathLike[str], prefixes: Mapping[bool, str], table: Mapping[str, float]) -> None:
+    """Add to the file; of several writers at once, the last one's whole file stays."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    everything = _load(target) | {prefixes[_OVER in key] + key: ms for key, ms in table.items()}
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
+        json.dump(everything, file, indent=1, sort_keys=True)
+    os.replace(file.name, target)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -266,15 +267,10 @@ class CostModel:
         """
         if not nodes:
             raise ValueError("no collectives to merge")
-        kind, group = _KINDS.get(nodes[0].target), group_of(nodes[0])
-        for node in nodes:
-            if node.target not in operators.STARTS:
-                raise GraphError(node.name, f"it starts no collective, {node.target} does something else")
-            if (_KINDS[node.target], group_of(node)) != (kind, group):
-                text = (
-                    f"it is {_KINDS[node.target]} of group {group_of(node)!r}, not {kind} of {group!r} like the first"
-                )
-                raise GraphError(node.name, text)
+        found = [(_KINDS.get(node.target), group_of(node) if node.target in _KINDS else "") for node in nodes]
+        for node, of_node in zip(nodes, found, strict=True):
+            if of_node[0] is None or of_node != found[0]:
+                raise GraphError(node.name, f"it is {of_node}, not {found[0]} like the first collective")
         return 1e3 * self._collective_seconds(nodes)
 
     def latency(self, node: fx.Node) -> float:
@@ -309,16 +305,16 @@ class CostModel:
             link, landing = self.hardware.links[self.level(group_of(nodes[0]))], operators.received(nodes[0])
             arrives = sum(t.nbytes for x in landing if x is not None for t in tensors_of(x))
             return link.latency + max(arrives, sent - arrives) / link.bandwidth
-        levels = _levels(self.hardware.links, ranks)
+        shards, pairs = _levels(self.hardware.links, ranks)
         if kind == "all_to_all":
-            return self._seconds([pairs * max(sent, received) / size for _, pairs in levels], kind)
+            return self._seconds(pairs * max(sent, received) / size, kind)
         shard = {"all_gather": sent, "reduce_scatter": received, "all_reduce": sent / size}.get(kind, sent / (size - 1))
         halves = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
-        return sum(self._seconds([shards * shard for shards, _ in levels], half) for half in halves)
+        return sum(self._seconds(shards * shard, half) for half in halves)
 
-    def _seconds(self, num_bytes: Sequence[float], collective: str) -> float:
+    def _seconds(self, num_bytes: np.ndarray, collective: str) -> float:
         wire = dict(self.hardware.wire).get(collective, 1.0)
-        pairs = zip(self.hardware.links, num_bytes, strict=True)
+        pairs = zip(self.hardware.links, num_bytes.tolist(), strict=True)
         return max((link.latency + moved * wire / link.bandwidth for link, moved in pairs if moved), default=0.0)
 
 
@@ -333,23 +329,22 @@ def ranks_of(group: str, given: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _levels(links: tuple[Link, ...], ranks: tuple[int, ...]) -> list[tuple[float, int]]:
-    """For each level of the network, what its busiest block receives from outside: shards of a ring, pairs of all.
+def _levels(links: tuple[Link, ...], ranks: tuple[int, ...]) -> np.ndarray:
+    """What the busiest block of each level receives from outside its parts: shards of a ring, and pairs of ranks.
 
     A block of a level consists of blocks of the level inside it. The ranks of such a part share its traffic from
-    outside.
+    outside. float64 ``[2, levels]``.
     """
-    levels: list[tuple[float, int]] = []
-    inside: list[tuple[int, ...]] = [(rank,) for rank in sorted(ranks)]
+    of_rank, levels = np.array(sorted(ranks)), []
+    inside = np.arange(len(ranks))  # the block of each rank
     for link in links:
-        joined: dict[int, list[tuple[int, ...]]] = {}
-        for part in inside:
-            joined.setdefault(part[0] // link.ranks if link.ranks else 0, []).append(part)
-        blocks = [[len(part) for part in parts] for parts in joined.values()]
-        shards = max((sum(block) - min(block)) / min(block) * len(ranks) / sum(block) for block in blocks)
-        levels.append((shards, max(sum(block) - min(block) for block in blocks)))
-        inside = [tuple(rank for part in parts for rank in part) for parts in joined.values()]
-    return levels
+        block = of_rank // link.ranks if link.ranks else np.zeros_like(of_rank)
+        of_parts = np.bincount(inside)[inside]  # ranks of the part of each rank
+        sizes = np.bincount(block)[block]
+        outside = sizes - of_parts
+        levels.append((float((outside / of_parts * len(ranks) / sizes).max()), float(outside.max())))
+        inside = block
+    return np.array(levels).T
 
 
 class _Linked:

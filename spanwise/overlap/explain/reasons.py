@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -78,11 +78,6 @@ class Reason:
     def parts(self) -> dict[Why, float]:
         """Milliseconds by reason; positive, with the sum `exposed`."""
         return {why: move.hides for why, move in self.moves.items()}
-
-    @property
-    def main(self) -> Why:
-        """The reason for most of it."""
-        return max(self.moves, key=lambda why: self.moves[why].hides)
 
     def __str__(self) -> str:
         ranked = sorted(self.moves.items(), key=lambda part: -part[1].hides)
@@ -204,20 +199,3 @@ class _Trials:
         run, wait = machine.replay(graph, self.limits, order, 1.0), self.dag.wait_of[start]
         hides = self.timeline.exposed[start] - float(run.end[wait] - run.begin[wait])
         return hides, run.makespan - self.timeline.makespan, run.peak
-
-
-def hidden_counts(
-    timeline: Intervals, among: Iterable[int] | None = None, members: Sequence[Sequence[int]] | None = None
-) -> dict[str, int]:
-    """Numbers of collectives that are "hidden", "partly" hidden, or "exposed", as in `Timeline.counts`.
-
-    Args:
-        among: starts to count; those that take no time are left out. Default: `hideable`.
-        members: for each node, the nodes of another dag that it stands for. Then `among` are starts of that dag, and
-            each counts like the collective that it is part of.
-    """
-    chosen = hideable(timeline.dag) if among is None else among
-    if members is not None:
-        became = {i: start for start in timeline.dag.starts for i in members[start]}
-        chosen = [became[i] for i in chosen]
-    return timeline.count(start for start in chosen if timeline.dag.nodes[start].ms)

@@ -1,25 +1,29 @@
-"""Result of `optimize`, and its report: the gain, the rest, and the reasons.
+"""Result of `optimize`, its figures and its report: the gain, the rest, and the reasons.
 
-optimize ─► Result ─► figures ─► report (text) | `spanwise overlap`
+    optimize ─► Result ─► figures ─► report | `spanwise overlap`: tables, HTML, JSON
+
+Texts, tables and pages show these figures and compute none themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import fx
 
-from spanwise.overlap.bounds import Bounds
+from spanwise.overlap.bounds import Bounds, lower_bounds
+from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.dag import Dag, Kind
 from spanwise.overlap.engine import Timeline, simulate
-from spanwise.overlap.explain.figures import Collective, Figures, OrderFigures, arithmetic, hideable_by, order_figures
-from spanwise.overlap.explain.reasons import Reason, hidden_counts, reasons
+from spanwise.overlap.explain.reasons import Reason, hideable, reasons
 from spanwise.overlap.explain.trace import save_chrome_trace
 from spanwise.overlap.explain.units import milliseconds, num_bytes
-from spanwise.overlap.fx.operators import is_start, tensors_of
+from spanwise.overlap.fx.operators import is_start, operator_name, tensors_of
 from spanwise.overlap.fx.sizes import Sizes, assumed
 from spanwise.overlap.split.choose import Split
 
@@ -95,29 +99,204 @@ class Result:
         save_chrome_trace(path, timelines, budget=self.budget, groups=groups)
 
 
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a timeline.
+
+    Attributes:
+        start: number of its start in the timeline's dag. `name`: name of that node.
+        operator: the operator's name. `group`: label of its process group.
+        members: number of collectives of the given graph that it replaces.
+        num_bytes: the larger of its operands and its results.
+        ms: its time. `begin`: when it begins on its stream.
+        reason: why it is exposed; None if it is hidden.
+    """
+
+    start: int
+    name: str
+    operator: str
+    group: str
+    members: int
+    num_bytes: int
+    ms: float
+    begin: float
+    reason: Reason | None
+
+    @property
+    def why(self) -> str:
+        """The reason in words; "" if it is hidden."""
+        return str(self.reason or "")
+
+    @property
+    def exposed(self) -> float:
+        """Milliseconds that compute waits for it."""
+        return self.reason.exposed if self.reason else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures for JSON; "why" has exposed milliseconds by reason, "moves" what would hide them."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "reason"}
+        of = self.reason.moves if self.reason else {}
+        moves = {why.value: dataclasses.asdict(move) for why, move in of.items()}
+        return {**found, "exposed": self.exposed, "why": {w.value: m.hides for w, m in of.items()}, "moves": moves}
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderFigures:
+    """One order of a graph: milliseconds, bytes, counts.
+
+    Attributes:
+        name: label of the order.
+        compute: all work of the compute stream.
+        bound: lower bound of all orders of these nodes; other buckets have other nodes. `bound_by`: which bound it is.
+        counts: numbers of launches that are "hidden", "partly" hidden and "exposed", of those that take time and have
+            independent matrix products, convolutions or attention. A bucket is one launch.
+        launches: number of started collectives.
+        why: exposed milliseconds by reason, largest first.
+        seconds: time to find the order; None if unknown.
+    """
+
+    name: str
+    makespan: float
+    exposed: float
+    compute: float
+    bound: float
+    bound_by: str
+    counts: dict[str, int]
+    launches: int
+    peak_bytes: int
+    why: dict[str, float]
+    seconds: float | None = None
+
+    @property
+    def left(self) -> float:
+        """Milliseconds that other orders of the same nodes could gain at most."""
+        left = self.makespan - self.bound
+        return left if left > 1e-9 * self.makespan else 0.0  # less is rounding
+
+    def counted(self) -> str:
+        """The counts in words."""
+        listed = ", ".join(f"{count:,} {how}" for how, count in self.counts.items())
+        return f"{sum(self.counts.values()):,} of {self.launches:,} launches: {listed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """All figures of a `Result`.
+
+    Attributes:
+        before, after: the given order and the new one.
+        collectives: collectives of the new graph, in the order in which they are issued.
+        budget: byte limit of the new order.
+        barriers, guesses: operators that nothing crosses, and that have a cost which is a guess, with their counts.
+        split: what was cut into pieces; None if nothing should be.
+        shared: whether groups share links here.
+        other: makespans before and after under the other assumption; None if no groups could share any.
+    """
+
+    before: OrderFigures
+    after: OrderFigures
+    collectives: tuple[Collective, ...]
+    budget: int
+    barriers: dict[str, int] = dataclasses.field(default_factory=dict)
+    guesses: dict[str, int] = dataclasses.field(default_factory=dict)
+    split: Split | None = None
+    shared: bool = False
+    other: tuple[float, ...] | None = None
+
+    @property
+    def most_exposed(self) -> list[Collective]:
+        """Exposed collectives, the longest first."""
+        found = [one for one in self.collectives if one.reason is not None]
+        return sorted(found, key=lambda one: (-one.exposed, one.start))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures for JSON, in milliseconds, bytes and seconds."""
+        return {
+            "before": dataclasses.asdict(self.before),
+            "after": dataclasses.asdict(self.after),
+            "budget_bytes": self.budget,
+            "barriers": self.barriers,
+            "guesses": self.guesses,
+            **({} if self.split is None else {"split": self.split.as_dict()}),
+            **({} if self.other is None else {"makespan_of_other_links": self.other, "links_shared": self.shared}),
+            "collectives": [one.as_dict() for one in self.collectives],
+        }
+
+
+def arithmetic(gm: fx.GraphModule) -> set[str]:
+    """Names of the nodes that count as compute which hides: matrix products, convolutions and attention.
+
+    PyTorch's pass counts these as well (pytorch/pytorch#163215): an independent cast makes no collective hideable.
+    """
+    return {node.name for node in gm.graph.nodes if node.op == "call_function" and node_flops(node)}
+
+
+def order_figures(
+    name: str,
+    timeline: Timeline,
+    heavy: Iterable[str],
+    why: Mapping[int, Reason],
+    *,
+    names: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+) -> OrderFigures:
+    """Figures of one order.
+
+    Args:
+        heavy: names of the nodes that count as compute which hides; see `arithmetic`.
+        why: `reasons` of its exposed collectives.
+        names: labels of process groups by name.
+    """
+    dag, chosen, parts = timeline.dag, frozenset(heavy), dict[str, float]()
+    bounds = lower_bounds(dag)
+    for reason in why.values():
+        for one, move in reason.moves.items():
+            parts[one.value] = parts.get(one.value, 0.0) + move.hides
+    hiding = hideable(dag, [i for i, node in enumerate(dag.nodes) if node.name in chosen])
+    return OrderFigures(
+        name=name,
+        makespan=timeline.makespan,
+        exposed=timeline.exposed_ms,
+        compute=dag.compute_ms,
+        bound=bounds.makespan,
+        bound_by=bound_by(bounds, names or {}),
+        counts=timeline.count(start for start in hiding if dag.nodes[start].ms),
+        launches=len(dag.starts),
+        peak_bytes=timeline.peak_bytes,
+        why=dict(sorted(parts.items(), key=lambda part: -part[1])),
+        seconds=seconds,
+    )
+
+
+def bound_by(bounds: Bounds, names: Mapping[str, str]) -> str:
+    """Name the largest of the bounds."""
+    known = [("all compute", bounds.compute), ("the longest path", bounds.path)]
+    for stream, ms in bounds.streams.items():
+        what = "compute, and what must come before and after it"
+        known.append((what if stream == "compute" else f"the stream of {names.get(stream, stream)}", ms))
+    # The first of equal bounds: all compute is the simplest.
+    return next(what for what, ms in known if math.isclose(ms, bounds.makespan, rel_tol=1e-12))
+
+
 def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     """All figures of a result; `groups` has labels of process groups by their names in the graph."""
     if result.sizes is not None:
         with assumed(result.graph_module, result.sizes):
             return figures(dataclasses.replace(result, sizes=None), groups)
-    names = groups or {}
-    timeline, heavy = result.timeline, arithmetic(result.graph_module)
-    split = result.split
+    names, timeline, split = groups or {}, result.timeline, result.split
+    heavy = arithmetic(result.graph_module)
     starts = list(filter(is_start, result.graph_module.graph.nodes))
     issued = [i for i in timeline.order.tolist() if timeline.dag.nodes[i].kind == Kind.START]
     why = reasons(timeline, budget=result.budget)
-    given_counts = hidden_counts(timeline, hideable_by(result.given, heavy), result.members)
+    of_given = split.heavy if split is not None and split.is_cut else heavy
+    why_before = reasons(result.before, budget=result.budget)
+    other = None
+    if result.links is not None:
+        both = (result.before, timeline)
+        other = tuple(simulate(of.dag.with_links(result.links), of.order.tolist()).makespan for of in both)
     return Figures(
-        before=order_figures(
-            "as given",
-            result.before,
-            split.heavy if split is not None and split.is_cut else heavy,
-            names=names,
-            budget=result.budget,
-        ),
-        after=order_figures(
-            "spanwise", timeline, heavy, names=names, bounds=result.bounds, why=why, given_counts=given_counts
-        ),
+        before=order_figures("as given", result.before, of_given, why_before, names=names),
+        after=order_figures("spanwise", timeline, heavy, why, names=names),
         collectives=tuple(
             _collective(result, i, node, names, why.get(i)) for i, node in zip(issued, starts, strict=True)
         ),
@@ -126,45 +305,33 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
         guesses=dict(Counter(result.doubts.guesses)),
         split=split and dataclasses.replace(split, group=names.get(split.group, split.group)),
         shared=any(node.link for node in timeline.dag.nodes),
-        other=None if result.links is None else tuple(_linked(of, result.links) for of in (result.before, timeline)),
+        other=other,
     )
 
 
-def _linked(timeline: Timeline, links: Mapping[str, str]) -> float:
-    """The makespan of the same order if groups share these links."""
-    return simulate(timeline.dag.with_links(links), timeline.order.tolist()).makespan
-
-
 def _collective(result: Result, i: int, node: fx.Node, names: Mapping[str, str], reason: Reason | None) -> Collective:
-    timeline = result.timeline
-    start = timeline.dag.nodes[i]
+    start = result.timeline.dag.nodes[i]
     given = [t for arg in node.all_input_nodes for t in tensors_of(arg)]
     size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in (given, tensors_of(node)))
-    operator = str(node.target).removeprefix("_c10d_functional.").removeprefix("c10d_functional.").split(".")[0]
-    begin, issued = float(timeline.begin[i]), float(timeline.issued[i])
-    group, members = names.get(start.group, start.group), len(result.members[i])
-    return Collective(i, start.name, operator, group, members, size, start.ms, begin, issued, reason)
+    operator, group = operator_name(node).split(".")[-1], names.get(start.group, start.group)
+    begin, members = float(result.timeline.begin[i]), len(result.members[i])
+    return Collective(i, start.name, operator, group, members, size, start.ms, begin, reason)
 
 
 def summary(found: Figures) -> dict[str, str]:
     """Facts about both orders in words, by topic."""
     before, after = found.before, found.after
-    bucketed = after.launches < before.launches
-    left = f"{milliseconds(after.left)}{_share(after.left, after.bound)}"
-    bound = f"{milliseconds(after.bound)}, by {after.bound_by}; {left} left "
-    if bucketed:  # the bound holds for these buckets only
-        bound += f"to gain at most with these buckets; without buckets the bound is {milliseconds(before.bound)}"
-    else:
-        bound += "to gain at most"
+    times = f" ({before.makespan / after.makespan:.2f} x)" if after.makespan else ""
+    left = milliseconds(after.left) + (f" ({after.left / after.bound:.1%})" if after.bound else "")
+    bound = f"{milliseconds(after.bound)}, by {after.bound_by}; {left} left to gain at most"
+    if after.launches < before.launches:  # the bound holds for these buckets only
+        bound += f" with these buckets; without buckets the bound is {milliseconds(before.bound)}"
     facts = {
-        "makespan": f"{milliseconds(after.makespan)}, was {milliseconds(before.makespan)}"
-        f"{_times(before.makespan, after.makespan)}",
+        "makespan": f"{milliseconds(after.makespan)}, was {milliseconds(before.makespan)}{times}",
         "bound": bound,
         "compute": milliseconds(after.compute),
         "exposed": f"{milliseconds(after.exposed)}, was {milliseconds(before.exposed)}",
-        "hideable": f"{before.hideable:,} of {before.launches:,} collectives: {_counted(after)}; were "
-        f"{_counted(before)}",
-        "launches": f"{after.launches:,}, were {before.launches:,} before bucketing",
+        "hideable": f"{after.counted()}; were {before.counted()}",
         "peak memory": f"{num_bytes(after.peak_bytes)}, was {num_bytes(before.peak_bytes)}; "
         f"budget {num_bytes(found.budget)}",
     }
@@ -176,8 +343,7 @@ def summary(found: Figures) -> dict[str, str]:
         count = sum(found.barriers.values())
         facts["barriers"] = f"{count:,}, which nothing crosses; the bound holds given them: {_named(found.barriers)}"
     if found.guesses:
-        count = sum(found.guesses.values())
-        facts["guesses"] = f"cost{'s' * (count > 1)} of {count:,} node{'s' * (count > 1)}: {_named(found.guesses)}"
+        facts["guesses"] = f"costs of {sum(found.guesses.values()):,} nodes: {_named(found.guesses)}"
     if after.why:
         facts["exposed for"] = ", ".join(f"{why} {milliseconds(ms)}" for why, ms in after.why.items())
     return facts
@@ -190,10 +356,10 @@ def _split_text(found: Figures) -> dict[str, str]:
         return {}
     if not split.is_cut:
         return {"split": f"nothing: {split.why}"}
-    gain, cut = split.unsplit - after.makespan, _named(split.collectives)
+    gain = split.unsplit - after.makespan
     others = ", ".join(f"{milliseconds(ms)} at M / (M + {n})" for n, ms in split.sensitivity.items())
     return {
-        "split": f"{cut} of {split.group} and {split.products:,} matrix products in "
+        "split": f"{_named(split.collectives)} of {split.group} and {split.products:,} matrix products in "
         f"{split.pieces} pieces; {milliseconds(gain)} ({gain / split.unsplit:.1%}) shorter than "
         f"{milliseconds(split.unsplit)}, the best without, whose bound is {milliseconds(split.unsplit_bound)}",
         "pieces": f"copies take {milliseconds(split.copies)}; products of M rows run at "
@@ -201,23 +367,10 @@ def _split_text(found: Figures) -> dict[str, str]:
     }
 
 
-def _counted(order: OrderFigures) -> str:
-    counts = order.given_counts or order.counts
-    return f"{counts['hidden']:,} hidden, {counts['partly']:,} partly, {counts['exposed']:,} exposed"
-
-
 def _named(counts: Mapping[str, int]) -> str:
     """Operators with their counts, the most frequent first."""
     ranked = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
     return ", ".join(name if count == 1 else f"{name} ({count:,})" for name, count in ranked)
-
-
-def _times(before: float, after: float) -> str:
-    return f" ({before / after:.2f} x)" if after > 0 else ""
-
-
-def _share(ms: float, of: float) -> str:
-    return f" ({ms / of:.1%})" if of > 0 else ""
 
 
 def _exposed_rows(found: Figures) -> list[str]:

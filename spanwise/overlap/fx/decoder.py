@@ -158,7 +158,7 @@ class Decoder:
         x_TBD = self._layers(x_TBD, cos, sin, shards, attend)
         h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
         logits = h_SBD @ self._parameter(shards).t()
-        return (_Loss.apply(logits.flatten(0, 1), labels.flatten(), self.tp),)
+        return (_cross_entropy(logits.flatten(0, 1), labels.flatten(), self.tp),)
 
     def _layers(
         self,
@@ -181,8 +181,17 @@ class Decoder:
         return x_TBD
 
     def _parameter(self, shards: Iterator[torch.Tensor], *, replicated: bool = False) -> torch.Tensor:
-        one = Axis("", (self.config.rank,), 0)
-        return _Parameter.apply(next(shards), self.config.dtype, self.dp, self.tp if replicated else one)
+        """Gather a parameter over dp; its gradient is averaged over dp, after a sum over tp if it is `replicated`."""
+        shard = next(shards)
+
+        def gather(x: torch.Tensor, dp: Axis) -> torch.Tensor:
+            return _all_gather(x.to(self.config.dtype), dp)
+
+        def reduce(grad: torch.Tensor, dp: Axis) -> torch.Tensor:
+            grad = _all_reduce(grad, self.tp) if replicated else grad
+            return _reduce_scatter(grad.to(shard.dtype), dp) / dp.size
+
+        return Moved.apply(shard, self.dp, gather, reduce)
 
     def _norm(self, x_TBD: torch.Tensor, shards: Iterator[torch.Tensor]) -> torch.Tensor:
         x = x_TBD.to(_full_precision(x_TBD.dtype))
@@ -205,11 +214,16 @@ def _rotate(x_SBNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def flash(device: str) -> Attention:
-    """Causal attention of a rank that holds the whole sequence."""
+    """Causal attention of a rank that holds the whole sequence, by the flash operator of a device."""
+    aten = torch.ops.aten
+    on_cpu = device == "cpu"
+    operator = aten._scaled_dot_product_flash_attention_for_cpu if on_cpu else aten._scaled_dot_product_flash_attention
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
         groups = q.shape[1] // k.shape[1]
-        return _Flash.apply(q, *(x if groups == 1 else x.repeat_interleave(groups, 1) for x in (k, v)), device)
+        k, v = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (k, v))
+        out: torch.Tensor = operator(q, k, v, 0.0, True)[0]
+        return out
 
     return attend
 
@@ -222,26 +236,12 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _torch.wait(_torch.start_reduce_scatter(x, axis.size, axis.name)) if axis.size > 1 else x
 
 
-def _all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     return _torch.wait(_torch.start_all_reduce(x, op, axis.name)) if axis.size > 1 else x
 
 
-class _Parameter(torch.autograd.Function):
-    """Gather a parameter over `dp`; its gradient is summed over `partial`, then averaged over `dp`."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, dtype: torch.dtype, dp: Axis, partial: Axis) -> torch.Tensor:
-        ctx.dp, ctx.partial, ctx.dtype = dp, partial, shard.dtype
-        return _all_gather(shard.to(dtype), dp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        grad = _all_reduce(grad, "sum", ctx.partial).to(ctx.dtype)
-        return _reduce_scatter(grad, ctx.dp) / ctx.dp.size, None, None, None
-
-
 class Moved(torch.autograd.Function):
-    """Move dim 0 over an axis by `there`, and its gradient by `back`."""
+    """Move a tensor over an axis by `there`, and its gradient by `back`."""
 
     @staticmethod
     def forward(
@@ -269,40 +269,16 @@ def _scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return Moved.apply(x, axis, _reduce_scatter, _all_gather)
 
 
-class _Flash(torch.autograd.Function):
-    """Causal attention by the flash operator of a device, on fake CPU tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str) -> torch.Tensor:
-        saved = _torch.sdpa_flash_forward(q, k, v, device)
-        ctx.save_for_backward(q, k, v, *saved)
-        return saved[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return *_torch.sdpa_flash_backward(grad, *ctx.saved_tensors), None
-
-
-class _Loss(torch.autograd.Function):
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tp: Axis) -> torch.Tensor:
     """Mean cross-entropy of logits ``[tokens, vocab / tp]``; only maxima, sums and targets travel."""
 
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, tp: Axis) -> torch.Tensor:
-        x = logits.to(_full_precision(logits.dtype))
-        top = _all_reduce(x.amax(-1), "max", tp)
-        total = _all_reduce((x - top.unsqueeze(-1)).exp().sum(-1), "sum", tp)
-        row = labels - tp.index * x.shape[1]
-        foreign = (row < 0) | (row >= x.shape[1])
-        row = row.masked_fill(foreign, 0)
-        target = x.gather(-1, row.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0)
-        lse = top + total.log()
-        ctx.save_for_backward(logits, lse, row, foreign)
-        return (lse - _all_reduce(target, "sum", tp)).mean()
+    def summed(x: torch.Tensor) -> torch.Tensor:  # every rank has the loss, and so its gradient
+        return Moved.apply(x, tp, _all_reduce, lambda grad, axis: grad)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        logits, lse, row, foreign = ctx.saved_tensors
-        probability = (logits.to(lse.dtype) - lse.unsqueeze(-1)).exp()
-        one = torch.ones_like(lse).masked_fill(foreign, 0).unsqueeze(-1)
-        x = probability.scatter_add(-1, row.unsqueeze(-1), -one)
-        return (x * (grad / x.shape[0])).to(logits.dtype), None, None
+    x = logits.to(_full_precision(logits.dtype))
+    top = _all_reduce(x.detach().amax(-1), tp, "max")
+    total = summed((x - top.unsqueeze(-1)).exp().sum(-1))
+    row = labels - tp.index * x.shape[1]
+    foreign = (row < 0) | (row >= x.shape[1])
+    target = x.gather(-1, row.masked_fill(foreign, 0).unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0)
+    return (top + total.log() - summed(target)).mean()

@@ -137,30 +137,21 @@ def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[in
 
 def _check_members(captured: Captured, members: Sequence[Sequence[int]]) -> None:
     dag = captured.dag
-    if sorted(i for of_unit in members for i in of_unit) != list(range(len(dag))):
+    if sorted(i for unit in members for i in unit) != list(range(len(dag))) or not all(members):
         raise ValueError(f"members must have each of {len(dag)} nodes once")
-    buckets = [of_unit for of_unit in members if len(of_unit) != 1]
-    if not buckets:
-        return
-    keys = bucket_keys(captured)
-    of_starts = set()
-    for bucket in buckets:
-        if not bucket:
-            raise ValueError("members has a node that stands for none")
-        first = dag.nodes[bucket[0]]
-        for i in bucket:
-            node = dag.nodes[i]
-            if node.kind != first.kind or node.kind == Kind.COMPUTE:
-                names = ", ".join(repr(dag.nodes[j].name) for j in bucket if j != i)
-                raise GraphError(node.name, f"it cannot be merged with {names}: only starts can be, and their waits")
-            if node.kind == Kind.START and (keys[i] is None or keys[i] != keys[bucket[0]]):
-                text = f"it cannot be merged with {first.name!r}: its bucket key is {keys[i]}, not {keys[bucket[0]]}"
-                raise GraphError(node.name, text)
-        if first.kind == Kind.START:
-            of_starts.add(frozenset(dag.wait_of[i] for i in bucket))
-    of_waits = {frozenset(bucket) for bucket in buckets if dag.nodes[bucket[0]].kind == Kind.WAIT}
-    for waiting in sorted(map(sorted, of_starts ^ of_waits)):
-        raise GraphError(dag.nodes[waiting[0]].name, "the waits of merged collectives must be merged, and no others")
+    buckets = [unit for unit in members if len(unit) > 1]
+    keys = bucket_keys(captured) if buckets else []
+    kinds = [{dag.nodes[i].kind for i in unit} for unit in buckets]
+    of_starts = {frozenset(unit) for unit, of in zip(buckets, kinds, strict=True) if of == {Kind.START}}
+    of_waits = {frozenset(dag.nodes[i].start for i in unit) for unit in buckets}  # the starts that these wait for
+    for unit, of in zip(buckets, kinds, strict=True):
+        found = {keys[i] for i in unit}
+        starts = of == {Kind.START} and None not in found and len(found) == 1 and frozenset(unit) in of_waits
+        waits = of == {Kind.WAIT} and frozenset(dag.nodes[i].start for i in unit) in of_starts
+        if not starts and not waits:
+            names, facts = [dag.nodes[i].name for i in unit], sorted(map(str, found))
+            text = f"it cannot be merged with {names[1:]}: only starts of equal bucket keys can be, and their waits"
+            raise GraphError(names[0], f"{text}; the keys are {facts}")
 
 
 def _check_order(dag: Dag, order: Sequence[int], members: Sequence[Sequence[int]]) -> None:

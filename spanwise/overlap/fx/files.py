@@ -2,11 +2,10 @@
 
     torch.compile backend | capture ─► save_graphs ─► file ─► load_graphs ─► optimize
 
-A file is a line with its format, a line of JSON (torch's version, graphs, groups), then pickled graphs. torch's graph
-pickler writes them as for its caches: ``meta["val"]`` keeps sizes, strides, dtypes and aliases, but no tensor data.
-Spans of attention (``meta["known"]``) follow as arrays, because they are what attention is priced by.
-
-Programs of ``torch.export`` can be loaded as well.
+A file is a numpy archive of JSON (torch's version, graphs, groups), pickled graphs, and the spans of attention
+(``meta["known"]``), by which attention is priced. torch's graph pickler writes the graphs as for its caches:
+``meta["val"]`` keeps sizes, strides, dtypes and aliases, but no tensor data. Programs of ``torch.export`` can be loaded
+as well.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import json
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from torch import fx
 from spanwise.overlap import _torch
 from spanwise.overlap.fx import operators
 
-_MAGIC = b"spanwise graphs 1\n"
+_HEAD = "spanwise graphs"
 
 #: Files in the archives of ``torch.export.save``: of torch 2.8 and later, and of those before.
 _OF_PROGRAMS = frozenset({"archive_format", "serialized_exported_program.json"})
@@ -79,16 +79,13 @@ def save_graphs(
     {'0': 'dp'}
     """
     if not isinstance(graphs, Mapping) or not all(isinstance(gm, fx.GraphModule) for gm in graphs.values()):
-        kind = (
-            f"a mapping from names to {', '.join(sorted({type(gm).__name__ for gm in graphs.values()}))}"
-            if isinstance(graphs, Mapping)
-            else type(graphs).__name__
-        )
-        raise ValueError(f'graphs must be a mapping from names to fx.GraphModule, as in {{"forward": gm}}, got {kind}')
+        given = graphs.values() if isinstance(graphs, Mapping) else [graphs]
+        kinds = ", ".join(sorted({type(gm).__name__ for gm in given}))
+        raise ValueError(f'graphs must be a mapping from names to fx.GraphModule, as in {{"forward": gm}}, got {kinds}')
     if not graphs:
         raise ValueError("there is no graph to save")
     known = {name: [int(rank) for rank in members] for name, members in (ranks or {}).items()}
-    blobs = []
+    contents: dict[str, np.ndarray] = {}
     for name, gm in graphs.items():
         for group in sorted({operators.group_of(n) for n in gm.graph.nodes if n.target in operators.STARTS}):
             if group not in known and dist.is_initialized():
@@ -97,42 +94,15 @@ def save_graphs(
                 except (RuntimeError, ValueError, KeyError):
                     continue  # a group of another process: the loader must pass its ranks
         try:
-            blobs.append(_torch.dump_graph(gm, ("val", "custom")))
+            contents[f"graph {name}"] = np.frombuffer(_torch.dump_graph(gm, ("val", "custom")), np.uint8)
         except Exception as error:  # pickling may raise anything
             raise ValueError(f"graph {name!r} cannot be saved: {type(error).__name__}: {error}") from error
-    contents = _dump_contents(graphs)
-    head = {
-        "torch": torch.__version__,
-        "graphs": [{"name": name, "bytes": len(blob)} for name, blob in zip(graphs, blobs, strict=True)],
-        "ranks": known,
-        "labels": dict(labels or {}),
-        "contents": len(contents),
-    }
-    Path(path).write_bytes(_MAGIC + json.dumps(head).encode() + b"\n" + b"".join(blobs) + contents)
-
-
-def _dump_contents(graphs: Mapping[str, fx.GraphModule]) -> bytes:
-    """The tensors of ``meta["known"]`` as arrays named "graph/node"."""
-    found = {
-        f"{name}/{node.name}": node.meta["known"].detach().cpu().numpy()
-        for name, gm in graphs.items()
-        for node in gm.graph.nodes
-        if isinstance(node.meta.get("known"), torch.Tensor)
-    }
-    file = io.BytesIO()
-    np.savez_compressed(file, **found)
-    return file.getvalue() if found else b""
-
-
-def _load_contents(graphs: Mapping[str, fx.GraphModule], data: bytes) -> None:
-    """Give nodes the tensors that `_dump_contents` wrote."""
-    if not data:
-        return
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        for name, gm in graphs.items():
-            for node in gm.graph.nodes:
-                if f"{name}/{node.name}" in arrays:
-                    node.meta["known"] = torch.from_numpy(arrays[f"{name}/{node.name}"])
+        for node in gm.graph.nodes:
+            if isinstance(node.meta.get("known"), torch.Tensor):
+                contents[f"known {name} {node.name}"] = node.meta["known"].detach().cpu().numpy()
+    head = {"torch": torch.__version__, "graphs": list(graphs), "ranks": known, "labels": dict(labels or {})}
+    with Path(path).open("wb") as file:
+        np.savez_compressed(file, **{_HEAD: np.array(json.dumps(head)), **contents})  # type: ignore[arg-type]
 
 
 def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
@@ -150,17 +120,20 @@ def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
     """
     path = Path(path)
     data = path.read_bytes()
-    if data.startswith(_MAGIC):
+    try:
+        names = {Path(name).name for name in zipfile.ZipFile(io.BytesIO(data)).namelist()}
+    except zipfile.BadZipFile:
+        names = set()
+    if f"{_HEAD}.npy" in names:
         return _load_own(path, data)
-    if data.startswith(b"PK") and _is_program(data):
+    if names & _OF_PROGRAMS:  # torch's loader warns about other files
         try:
             program = torch.export.load(io.BytesIO(data))  # a path without .pt2 warns
         except Exception as error:  # for example another version of torch
             raise ValueError(f"{path} is no program of torch.export: {type(error).__name__}: {error}") from error
         return SavedGraphs({"graph": program.graph_module}, {}, {})
-    what = "is a zip file without a program of torch.export, by torch.save perhaps" if data.startswith(b"PK") else ""
     raise ValueError(
-        f"{path} {what or 'holds no graphs'}: save them with spanwise.overlap.save_graphs, or a program with "
+        f"{path} holds no graphs, or is damaged: save them with spanwise.overlap.save_graphs, or a program with "
         f"torch.export.save"
     )
 
@@ -183,42 +156,26 @@ def group_sizes(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[int, str]]:
     return found
 
 
-def _is_program(data: bytes) -> bool:
-    """Whether a zip file is by ``torch.export.save``; torch's loader warns about others."""
-    try:
-        names = zipfile.ZipFile(io.BytesIO(data)).namelist()
-    except zipfile.BadZipFile:
-        return False
-    return any(Path(name).name in _OF_PROGRAMS for name in names)
-
-
 def _load_own(path: Path, data: bytes) -> SavedGraphs:
     try:
-        line, rest = data[len(_MAGIC) :].split(b"\n", 1)
-        head = json.loads(line)
-        sizes = [(one["name"], one["bytes"]) for one in head["graphs"]]
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            contents = dict(archive)
+        head = json.loads(str(contents[_HEAD]))
         written, labels = head["torch"], head["labels"]
+        blobs = {name: contents[f"graph {name}"].tobytes() for name in head["graphs"]}
         ranks = {name: tuple(members) for name, members in head["ranks"].items()}
-        contents = head.get("contents", 0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: its second line does not say what graphs it holds") from error
-    expected = sum(size for _, size in sizes) + contents
-    if expected != len(rest):
-        raise ValueError(f"{path} is damaged: {len(rest):,} bytes of graphs, expected {expected:,}")
-    graphs, at = {}, 0
-    for name, size in sizes:
+    except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    graphs = {}
+    for name, blob in blobs.items():
         try:
-            graphs[name] = _torch.load_graph(rest[at : at + size])
+            graphs[name] = _torch.load_graph(blob)
         except Exception as error:  # an unknown operator or class may raise anything
-            unknown = _unknown_operator(error)
-            raise ValueError(
-                f"{path}: graph {name!r} {unknown}"
-                if unknown
-                else f"{path}: graph {name!r} of torch {written} cannot be read by torch {torch.__version__}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        at += size
-    _load_contents(graphs, rest[at:])
+            text = f"of torch {written} cannot be read by torch {torch.__version__}: {type(error).__name__}: {error}"
+            raise ValueError(f"{path}: graph {name!r} {_unknown_operator(error) or text}") from error
+        for node in graphs[name].graph.nodes:
+            if (known := contents.get(f"known {name} {node.name}")) is not None:
+                node.meta["known"] = torch.from_numpy(known)
     return SavedGraphs(graphs, ranks, labels)
 
 

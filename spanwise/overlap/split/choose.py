@@ -10,18 +10,16 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.bounds import Bounds, lower_bounds
+from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, GraphError, Node
 from spanwise.overlap.engine import Timeline, simulate
-from spanwise.overlap.fx.graph import Captured, to_dag
+from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
-from spanwise.overlap.quotient import Quotient
-from spanwise.overlap.search import Schedule
 from spanwise.overlap.split.region import Region, find_regions
 from spanwise.overlap.split.rewrite import CannotSplit, Made, Values, rewrite
 from spanwise.overlap.split.tokenwise import COLLECTIVES, Cut, is_product_of_rows
@@ -120,38 +118,26 @@ class PieceCost:
         return self._known[node]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Trial:
-    """A cut graph and its result.
+Optimizer = Callable[[fx.GraphModule, Cost, int | None], Any]
+"""The `explain.report.Result` for a cut graph and its costs, with at most so many orders; None: as many as usual.
+``ValueError`` if no order fits the budget."""
 
-    Attributes:
-        cuts: of the nodes that were cut, by name.
-        module, captured, cost, bounds: the cut graph in its own order, its dag, and its costs.
-        merged, found: buckets and schedule of the cut graph.
-    """
+
+class Trial(NamedTuple):
+    """A graph with the nodes of `cuts` in pieces, and the result for it."""
 
     region: Region
     cuts: Mapping[str, Cut]
     pieces: int
     made: Made
     module: fx.GraphModule
-    captured: Captured
     cost: PieceCost
-    bounds: Bounds
-    merged: Quotient
-    found: Schedule
+    result: Any
 
 
-Scheduler = Callable[[Captured, int | None, Bounds], Schedule]
-"""The scheduler of `optimize` with its limits: ``(captured, most orders or None, bounds)``; ``ValueError`` if no order
-fits the budget."""
-Bucketing = Callable[[Captured, Cost, Schedule, bool], tuple[Quotient, Schedule]]
-"""Buckets, and the schedule with them: ``(captured, cost, schedule, quick)``."""
-
-
-def find_split(gm: fx.GraphModule, cost: Cost, schedule: Scheduler, bucket: Bucketing, whole: Timeline) -> Trial | None:
+def find_split(gm: fx.GraphModule, cost: Cost, optimize: Optimizer, whole: Timeline) -> Trial | None:
     """The best cut graph; None if none is shorter than `whole`, the best schedule of `gm`, by more than `WORTH`."""
-    trials = _Trials(gm, cost, schedule, bucket, WORTH * whole.makespan)
+    trials = _Trials(gm, cost, optimize, WORTH * whole.makespan)
     for region in find_regions(gm.graph):
         part = trials.best is not None and set(region.collectives) < set(trials.best.region.collectives)
         if not part and _floor(whole.dag, region.group) < trials.makespan:
@@ -159,9 +145,8 @@ def find_split(gm: fx.GraphModule, cost: Cost, schedule: Scheduler, bucket: Buck
     best = trials.best
     if best is None:
         return None
-    merged, found = bucket(best.captured, best.cost, schedule(best.captured, None, best.bounds), False)
-    better = found.timeline.makespan <= best.found.timeline.makespan
-    return dataclasses.replace(best, merged=merged, found=found) if better else best
+    found = optimize(best.module, best.cost, None)
+    return best._replace(result=found) if found.timeline.makespan <= best.result.timeline.makespan else best
 
 
 def _floor(dag: Dag, group: str) -> float:
@@ -175,8 +160,8 @@ def _floor(dag: Dag, group: str) -> float:
 class _Trials:
     """The best trial so far, and what it must be shorter than."""
 
-    def __init__(self, gm: fx.GraphModule, cost: Cost, schedule: Scheduler, bucket: Bucketing, makespan: float) -> None:
-        self.gm, self.cost, self.schedule, self.bucket, self.makespan = gm, cost, schedule, bucket, makespan
+    def __init__(self, gm: fx.GraphModule, cost: Cost, optimize: Optimizer, makespan: float) -> None:
+        self.gm, self.cost, self.optimize, self.makespan = gm, cost, optimize, makespan
         self.values = Values()
         self.names = frozenset(node.name for node in gm.graph.nodes)
         self.best: Trial | None = None
@@ -207,22 +192,20 @@ class _Trials:
         except CannotSplit:
             return math.inf
         cost = PieceCost(self.cost, made.rows, self.names)
-        captured = to_dag(module, cost)
-        bounds = lower_bounds(captured.contracted.dag)
+        bounds = lower_bounds(to_dag(module, cost).contracted.dag)
         # Buckets shorten the work of a group's stream, but no collective, and so neither of these.
         if (least := max(bounds.path, bounds.streams["compute"])) >= self.makespan:
             return least
         try:
-            found = self.schedule(captured, QUICK, bounds)
+            result = self.optimize(module, cost, QUICK)
         except GraphError:
             raise
         except ValueError:  # no order within the budget
             return math.inf
-        merged, found = self.bucket(captured, cost, found, True)
-        if found.timeline.makespan < self.makespan:
-            self.makespan = found.timeline.makespan
-            self.best = Trial(region, cuts, pieces, made, module, captured, cost, bounds, merged, found)
-        return found.timeline.makespan
+        if result.timeline.makespan < self.makespan:
+            self.makespan = result.timeline.makespan
+            self.best = Trial(region, cuts, pieces, made, module, cost, result)
+        return result.timeline.makespan
 
 
 def cut_graphs(gm: fx.GraphModule, pieces: Iterable[int] = PIECES) -> Iterator[fx.GraphModule]:
@@ -238,9 +221,11 @@ def cut_graphs(gm: fx.GraphModule, pieces: Iterable[int] = PIECES) -> Iterator[f
                 yield module
 
 
-def described(gm: fx.GraphModule, trial: Trial, whole: Timeline, bound: float, heavy: Iterable[str]) -> Split:
-    """The record of the trial that was chosen in place of the timeline `whole`."""
-    dag = trial.captured.dag
+def described(gm: fx.GraphModule, trial: Trial | None, whole: Timeline, bound: float, heavy: Iterable[str]) -> Split:
+    """The record of the trial that was chosen in place of the timeline `whole`, or that none was."""
+    if trial is None:
+        return Split(why="no cut makes it shorter", unsplit=whole.makespan)
+    dag = trial.result.before.dag
     cut = [node for node in gm.graph.nodes if node.name in trial.cuts]
     copies = set(trial.made.copies)
     return Split(
@@ -262,7 +247,7 @@ def described(gm: fx.GraphModule, trial: Trial, whole: Timeline, bound: float, h
 
 def _with_half_rate(trial: Trial, half_rate: int) -> float:
     """Makespan of the same order if products of few rows are slower, or less slow, than assumed."""
-    timeline, rows = trial.found.timeline, trial.made.rows
+    timeline, rows = trial.result.timeline, trial.made.rows
 
     def ms(node: Node) -> float:
         of_node = rows.get(node.name)
