@@ -67,22 +67,14 @@ def apply_cp_to_forward(
         raise ValueError("apply_cp_to_forward got no attention module")
     for module in attention_modules:
         if all(type(module).forward is not cls.forward for cls in known) or "forward" in vars(module):
-            raise ValueError(
-                f"apply_cp_to_forward takes torchtitan's {', '.join(cls.__name__ for cls in known)} with their own "
-                f"forward, got {type(module).__name__}; call spanwise.context_parallel_attention in a forward of yours"
-            )
+            names = ", ".join(cls.__name__ for cls in known)
+            raise ValueError(f"apply_cp_to_forward takes {names} with their own forward, got {type(module).__name__}")
         window = tuple(getattr(module, "window_size", _CAUSAL))
         if window != _CAUSAL:
             raise ValueError(
-                f"{type(module).__name__} has window_size={window}; the mask decides what is read: leave window_size "
-                f"at {_CAUSAL} and pass mask=SpanMask.documents(…, window={window}) to prepare_context_parallel_input"
+                f"{type(module).__name__} has window_size={window}; leave it at {_CAUSAL}, and pass "
+                f"mask=SpanMask.documents(…, window={window}) to prepare_context_parallel_input"
             )
-    for module in attention_modules:
-        module.forward = _planned_forward(cp_mesh, kernel)
-
-
-def _planned_forward(mesh: DeviceMesh, kernel: str | Kernel) -> Callable[..., torch.Tensor]:
-    """A forward of an inner attention module that takes a `PlannedMask`."""
 
     def forward(
         q: torch.Tensor,
@@ -99,8 +91,7 @@ def _planned_forward(mesh: DeviceMesh, kernel: str | Kernel) -> Callable[..., to
     ) -> torch.Tensor:
         if not isinstance(attention_masks, PlannedMask):
             raise ValueError(
-                f"attention under context parallelism needs the plan that prepare_context_parallel_input of "
-                f"spanwise.integrations.torchtitan puts into extra_kwargs['attention_masks'], got "
+                f"attention_masks must be the plan of spanwise's prepare_context_parallel_input, got "
                 f"{type(attention_masks).__name__}"
             )
         if unknown or not is_causal:
@@ -111,7 +102,7 @@ def _planned_forward(mesh: DeviceMesh, kernel: str | Kernel) -> Callable[..., to
             k.transpose(1, 2),
             v.transpose(1, 2),
             attention_masks.plan,
-            mesh,
+            cp_mesh,
             mask_name=attention_masks.name,
             scale=scale,
             score_mod=score_mod,
@@ -121,7 +112,8 @@ def _planned_forward(mesh: DeviceMesh, kernel: str | Kernel) -> Callable[..., to
         out = out.transpose(1, 2)
         return out if out_transform is None else out_transform(out, aux.lse.transpose(1, 2))
 
-    return forward
+    for module in attention_modules:
+        module.forward = forward
 
 
 def prepare_context_parallel_input(
@@ -166,13 +158,15 @@ def prepare_context_parallel_input(
     if positions is None:
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand(shape)
     if tuple(labels.shape) != shape or tuple(positions.shape) != shape:
-        raise ValueError(
-            f"labels and positions must be [B, S] = {shape}, as inputs, got {tuple(labels.shape)} and "
-            f"{tuple(positions.shape)}"
-        )
+        got = f"{tuple(labels.shape)} and {tuple(positions.shape)}"
+        raise ValueError(f"labels and positions must be [B, S] = {shape}, as inputs, got {got}")
     if plan is None:
         masks = next(m for m in (mask, extra_kwargs.get("attention_masks"), document_mask(positions)) if m is not None)
-        plan = _make_plan(masks, cp_mesh.size(), load_balancer_type, options)
+        if isinstance(masks, Mapping):
+            masks = {name: mask for name, mask in masks.items() if mask is not None}  # None marks an unused mask
+        balancer: Any = load_balancer_type
+        balancer = _BALANCERS.get(balancer, balancer) if balancer is None or isinstance(balancer, str) else balancer
+        plan = spanwise.make_plan(masks, cp_mesh.size(), balancer=balancer, **options)
     elif mask is not None or options:
         raise ValueError("a plan has its masks and options; leave mask and the options of make_plan out")
     if (plan.seq_len, plan.num_ranks) != (shape[1], cp_mesh.size()):
@@ -183,8 +177,8 @@ def prepare_context_parallel_input(
     device = inputs.device if device is None else torch.device(device)
     local = plan.local(cp_mesh, device)
     inputs, labels, positions = spanwise.shard(local, x=tuple(x.to(device) for x in (inputs, labels, positions)))
-    named = {name: PlannedMask(local, name) for name in plan.masks}
-    planned = named["default"] if set(named) == {"default"} else named
+    planned: Any = {name: PlannedMask(local, name) for name in plan.masks}
+    planned = planned["default"] if set(planned) == {"default"} else planned
     return inputs, labels, {**extra_kwargs, "positions": positions, "attention_masks": planned}
 
 
@@ -205,15 +199,6 @@ def document_mask(positions: torch.Tensor, **options: Any) -> spanwise.SpanMask:
         starts = (row[1:] == 0).nonzero().flatten() + 1
         rows.append(spanwise.SpanMask.documents([0, *starts.tolist(), len(row)], **options))
     return rows[0] if all(row == rows[0] for row in rows) else spanwise.SpanMask.stack(rows)
-
-
-def _make_plan(masks: Any, num_ranks: int, balancer: Any, options: Mapping[str, Any]) -> spanwise.Plan:
-    """The plan, after a translation of torchtitan's names."""
-    if isinstance(masks, Mapping):
-        masks = {name: mask for name, mask in masks.items() if mask is not None}  # None marks an unused mask
-    if balancer is None or isinstance(balancer, str):
-        balancer = _BALANCERS.get(balancer, balancer)
-    return spanwise.make_plan(masks, num_ranks, balancer=balancer, **options)
 
 
 __all__ = ["PlannedMask", "apply_cp_to_forward", "prepare_context_parallel_input"]

@@ -16,7 +16,7 @@ except ImportError as error:
         "spanwise.integrations.transformers needs transformers and accelerate: pip install 'spanwise[transformers]'"
     ) from error
 
-from spanwise.integrations.transformers.documents import share_prefixes
+from spanwise.integrations.transformers.batches import share_prefixes
 from spanwise.integrations.transformers.inputs import prepare
 from spanwise.integrations.transformers.masks import make_plan
 from spanwise.integrations.transformers.model import context_parallel

@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import spanwise
 from spanwise.integrations.transformers import corrections
+from spanwise.integrations.transformers.batches import OTHER, UNKNOWN, PlannedBatch, empty_mask, kind_of, planned_of
 from spanwise.integrations.transformers.masks import CHUNKED, FULL, SLIDING
-from spanwise.integrations.transformers.planned import OTHER, UNKNOWN, PlannedBatch, empty_mask, kind_of, planned_of
 
 PREFIX = "spanwise_"
 _EXPAND = "expand_kv"  # method of multi-head latent attention: K and V from latents and rotary keys
@@ -70,8 +70,8 @@ def attention(
         if expand is not None:
             key, value = expand(key, value)
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
-    names = ("scaling", "dropout")[: len(args)]  # some models pass them by position, in the order of eager attention
-    kwargs |= dict(zip(names, args, strict=True))
+    # Models may pass them by position, in the order of eager attention.
+    kwargs |= dict(zip(("scaling", "dropout")[: len(args)], args, strict=True))
     mask_name = planned.names[_checked_kind(module, query, key, attention_mask, kwargs, planned.blocks)]
     query = corrections.with_global_temperature(module, query, planned.positions)
     device = query.device.type
@@ -115,11 +115,12 @@ def _function(before: str, module: torch.nn.Module) -> Callable[..., Any]:
     """The attention function called `before`."""
     if before != "eager":
         return ALL_ATTENTION_FUNCTIONS[before]
-    for cls in type(module).__mro__:  # each modeling file has its own; FSDP2 derives classes in other files
-        found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
-        if found is not None:
-            return found
-    raise ValueError(f"{type(module).__name__} has no eager attention; load the model with attn_implementation='sdpa'")
+    # Each modeling file has its own; FSDP2 derives classes in other files.
+    files = [sys.modules.get(cls.__module__) for cls in type(module).__mro__]
+    found = [x for file in files if (x := getattr(file, "eager_attention_forward", None))]
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no eager attention; load the model with 'sdpa'")
+    return found[0]
 
 
 def _checked_kind(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import spanwise
-from spanwise.integrations.transformers.documents import Documents
-from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch
+from spanwise.integrations.transformers.batches import ARGUMENT, Documents, PlannedBatch
 
 _ROTARY = "_spanwise_rotary"  # attribute of a decoder: its rotary embeddings that depend on the largest position
 _LAST = "_spanwise_last"  # attribute of each of these: the largest position of all ranks, or None
@@ -27,12 +27,9 @@ def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.T
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
 
-    def temperature(index: torch.Tensor) -> torch.Tensor:
-        return torch.log1p(((index.float() + 1) / module.floor_scale).floor()) * module.attn_scale + 1
-
-    index = torch.arange(query.shape[2], device=query.device)
-    ratio = temperature(positions) / temperature(index)
-    return (query * ratio[:, None, :, None]).to(query.dtype)
+    indices = positions, torch.arange(query.shape[2], device=query.device)
+    own, given = (torch.log1p(((x.float() + 1) / module.floor_scale).floor()) * module.attn_scale + 1 for x in indices)
+    return (query * (own / given)[:, None, :, None]).to(query.dtype)
 
 
 def padding_before_positions(decoder: nn.Module) -> int | None:
@@ -55,29 +52,22 @@ def positions_after_padding(batch: Mapping[str, Any], documents: Documents, padd
         ValueError: ``position_ids`` that count from 0, for which the model would take other embeddings.
     """
     ids, given = batch.get("input_ids"), batch.get("position_ids")
-    counts = documents.positions >= 0 if ids is None else documents.flat(ids).cpu() != padding
-    if given is not None:
-        if bool((documents.flat(given).cpu()[counts] <= padding).any()):
-            raise ValueError(
-                f"position_ids of the model's tokens start at padding_idx + 1 = {padding + 1}; leave them out or add it"
-            )
-        return given
-    total = torch.nn.functional.pad(counts[0].long().cumsum(0), (1, 0))
-    offsets = torch.from_numpy(documents.cu_seqlens)
-    before = total[offsets[:-1]].repeat_interleave(offsets.diff())
-    positions = (total[1:] - before) * counts[0] + padding
-    return documents.restored(positions).to((batch["inputs_embeds"] if ids is None else ids).device)
+    counts = (documents.positions >= 0 if ids is None else documents.flat(ids).cpu() != padding)[0]
+    if given is None:
+        each = [part.cumsum(0) * part + padding for part in counts.long().split(np.diff(documents.cu_seqlens).tolist())]
+        return documents.restored(torch.cat(each)).to((batch["inputs_embeds"] if ids is None else ids).device)
+    if bool((documents.flat(given).cpu()[0, counts] <= padding).any()):
+        raise ValueError(f"position_ids start at padding_idx + 1 = {padding + 1}; leave them out or add it")
+    return given
 
 
 def follow_length(decoder: nn.Module) -> None:
     """Let rotary embeddings of `decoder` whose frequencies depend on the largest position see that of all ranks."""
-    found = []
-    for module in decoder.modules():
-        kinds = getattr(module, "rope_type", None)
-        if _LENGTH_DEPENDENT & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
-            found.append(module)
-            module.register_forward_pre_hook(_append_last, with_kwargs=True)
-            module.register_forward_hook(_drop_last)
+    types = {module: getattr(module, "rope_type", None) for module in decoder.modules()}
+    found = [m for m, x in types.items() if _LENGTH_DEPENDENT & set(x.values() if isinstance(x, dict) else [x])]
+    for module in found:
+        module.register_forward_pre_hook(_append_last, with_kwargs=True)
+        module.register_forward_hook(_drop_last)
     setattr(decoder, _ROTARY, found)
     set_last_position(decoder, None)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +20,25 @@ from spanwise._torch import tree_leaves, tree_map
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters, check_same
 from spanwise.integrations.transformers.attention import PREFIX
-from spanwise.integrations.transformers.documents import DESCRIPTIONS, Batch, Documents, find_documents
-from spanwise.integrations.transformers.masks import NO_ATTENTION, block_mask, mask_names, plan_documents
+from spanwise.integrations.transformers.batches import (
+    ARGUMENT,
+    DESCRIPTIONS,
+    Batch,
+    Documents,
+    PlannedBatch,
+    empty_mask,
+    find_documents,
+    marked,
+    shard,
+)
+from spanwise.integrations.transformers.masks import (
+    NO_ATTENTION,
+    mask_names,
+    plan_documents,
+    reads_later_tokens,
+    span_masks,
+)
 from spanwise.integrations.transformers.outputs import GlobalLoss
-from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, empty_mask, marked, shard
 from spanwise.planning.documents import packings
 from spanwise.recurrence import recurrence_route
 
@@ -45,25 +61,15 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What `context_parallel` leaves on a model.
+    """What `context_parallel` leaves on a model."""
 
-    Attributes:
-        mesh: the cp mesh.
-        loss_mesh: all axes over which gradients are averaged.
-        options: arguments of `spanwise.make_plan`.
-        reduce_loss: whether the loss is to be that of all ranks; False for the model's own.
-        conv_width: largest width of a convolution in layers that carry a state; None where the model has none.
-        padding: the padding token behind whose number positions start, as RoBERTa's do; None where they start at 0.
-        parameters: compared over the cp mesh; None where the user does that.
-    """
-
-    mesh: DeviceMesh
-    loss_mesh: DeviceMesh
-    options: Mapping[str, Any]
-    reduce_loss: bool
-    conv_width: int | None
-    padding: int | None
-    parameters: Parameters | None
+    mesh: DeviceMesh  # of the cp axis
+    loss_mesh: DeviceMesh  # all axes over which gradients are averaged
+    options: Mapping[str, Any]  # of `spanwise.make_plan`
+    reduce_loss: bool  # whether the loss is that of all ranks; False for the model's own
+    conv_width: int | None  # largest width of a convolution in layers that carry a state; None without such layers
+    padding: int | None  # the padding token behind whose number positions start, as RoBERTa's do; None where at 0
+    parameters: Parameters | None  # compared over the cp mesh; None where the user does that
 
     def __deepcopy__(self, memo: Any) -> Site:  # meshes cannot be copied
         return dataclasses.replace(self, parameters=copy.copy(self.parameters))
@@ -110,11 +116,12 @@ def prepare(batch: Batch, model: Any, plan: spanwise.Plan | None = None) -> Any:
     mesh = sites[0].mesh
     if any(site.mesh != mesh or site.options != sites[0].options for site in sites):
         raise ValueError("models that share a batch need the same mesh and options in hf.context_parallel")
-    documents, names = find_documents(batch, mesh.size()), None
+    documents = find_documents(batch, mesh.size())
+    masks = [span_masks(config, documents, batch) for config in configs]
     if plan is None:
-        plan, names = plan_documents(documents, batch, configs, mesh.size(), **sites[0].options)
+        plan = plan_documents(documents, masks, configs, mesh.size(), **sites[0].options)
     _check_plan(plan, documents, mesh)
-    names = names or [mask_names(plan, documents, batch, config) for config in configs]
+    names = [mask_names(plan, each, documents) for each in masks]
     device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
     local = plan.local(mesh, device)
     check_same(batch, mesh, [(m, s.parameters) for m, s in zip(models, sites, strict=True) if s.parameters is not None])
@@ -128,25 +135,23 @@ def _arguments(
     """Arguments of one model, for documents and a plan that fit the batch, and its `names` of masks there."""
     site, config, device = site_of(model), model.config, local.tokens.device
     _check_options(batch, model, names)
-    blocks, given = block_mask(batch, config, documents), batch.get("position_ids")
-    last = (documents.positions if given is None else documents.flat(given, given.dim() - 2)).max()
-    planned = PlannedBatch(
-        plan=local,
-        layout=plan.layout,
-        names=names,
-        documents=documents,
-        positions=spanwise.shard(local, x=documents.positions.to(device)),
-        last=last.view(1).to(device),
-        blocks=blocks is not None,
-        **_edges(batch, documents, plan, site, device),
-        **_routes(plan, documents, site, device),
-    )
+    positions, given, tree = documents.positions, batch.get("position_ids"), documents.tree
+    last = (positions if given is None else documents.flat(given, given.dim() - 2)).max().view(1).to(device)
+    positions, blocks = spanwise.shard(local, x=positions.to(device)), reads_later_tokens(batch, config)
+    edges = None if tree is None else spanwise.shard_edges(tree, plan, site.mesh, device=device)
+    weights = batch.get("label_weights")
+    if weights is not None:
+        if edges is None:
+            raise ValueError("label_weights go with a tree; for other batches weight the losses of spanwise yourself")
+        weights = documents.flat(weights)[:, edges.targets]
+    routes = _routes(plan, documents, site, device)
+    planned = PlannedBatch(local, plan.layout, names, documents, positions, last, blocks, edges, weights, *routes)
     dropped = {*DESCRIPTIONS, *_LABELS, *_REFUSED} - {"output_attentions"}
     arguments = {name: x for name, x in batch.items() if x is not None and name not in dropped}
     labels = _labels(batch, planned, site, model)
     if site.padding is not None:
         arguments["position_ids"] = corrections.positions_after_padding(arguments, documents, site.padding)
-    read = inspect.signature(type(model).forward).parameters
+    read = signature_of(type(model)).parameters
     # Models without attention pass the mask on to their decoder, and not the plan; those with router logits do both.
     requested = NO_ATTENTION in planned.names and "output_router_logits" not in read
     if config.get_text_config() is config:
@@ -154,12 +159,12 @@ def _arguments(
     else:  # images are merged into whole sequences, and the decoder's inputs cut
         counts = any(hasattr(x, "get_rope_index") for x in (model, model.base_model))  # positions of images
         requested |= not counts
-        name, packed = type(model).__name__, len(documents.cu_seqlens) - 1 > documents.rows
-        if config.model_type in _START_ANEW and (packed or "position_ids" in arguments):
+        name, packed, own = type(model).__name__, documents.packed, "position_ids" in arguments
+        if config.model_type in _START_ANEW and (packed or own):
             raise ValueError(f"positions of {name} start anew at images; pad the batch, and leave position_ids out")
-        if "position_ids" not in arguments and counts and packed:
+        if counts and packed and not own:
             raise ValueError(f"{name} counts positions by row; pass position_ids, [3, B, S]")
-        if "position_ids" not in arguments and not counts and "position_ids" in read:  # or encoders would get them
+        if not counts and not own and "position_ids" in read:  # or encoders would get them
             arguments["position_ids"] = documents.restored(documents.positions[0]).to(device)
     if requested:
         arguments["attention_mask"] = empty_mask(device, planned)
@@ -168,35 +173,32 @@ def _arguments(
 
 def _check_options(batch: Batch, model: Any, names: Mapping[str, str]) -> None:
     """Raise ValueError for arguments, and attention, that do not go with a cut batch."""
-    config, name = model.config, type(model).__name__
-    implementation = config.get_text_config()._attn_implementation
+    implementation = model.config.get_text_config()._attn_implementation
     if NO_ATTENTION not in names and not implementation.startswith(PREFIX):
-        raise ValueError(
-            f"the attention of {name} was set to {implementation!r} after hf.context_parallel; set it before"
-        )
-    given = {name: x for name, x in batch.items() if x is not None}
+        raise ValueError(f"the attention was set to {implementation!r} after hf.context_parallel; set it before")
+    given = {"output_attentions": getattr(model.config, "output_attentions", False)}
+    given |= {name: x for name, x in batch.items() if x is not None}
     for argument, reason in _REFUSED.items():
-        x = given.get(argument, argument == "output_attentions" and bool(getattr(config, argument, False)))
-        if not isinstance(x, int) or x:
+        if not isinstance(given.get(argument, 0), int) or given.get(argument):
             raise ValueError(f"{argument} does not go with context parallelism: {reason}")
 
 
-def _routes(plan: spanwise.Plan, documents: Documents, site: Site, device: torch.device) -> dict[str, Any]:
-    """How layers that carry a state pass it on, and how tokens get to their layout; empty without such layers."""
+def _routes(plan: spanwise.Plan, documents: Documents, site: Site, device: torch.device) -> tuple[Any, ...]:
+    """How layers that carry a state pass it on, and how tokens get to their layout and back; empty without them."""
     if site.conv_width is None:
-        return {}
+        return ()
     own, mesh = plan.recurrent(), site.mesh
     route = recurrence_route(own, mesh, device, cu_seqlens=documents.cu_seqlens, conv_width=site.conv_width)
-    if not plan.relayout:
-        return {"route": route}
-    there, back = (spanwise.relayout_route(*plans, mesh, device) for plans in ((plan, own), (own, plan)))
-    return {"route": route, "there": there, "back": back}
+    pairs = ((plan, own), (own, plan)) if plan.relayout else ()
+    return route, *(spanwise.relayout_route(*pair, mesh, device) for pair in pairs)
+
+
+signature_of: Callable[[Any], inspect.Signature] = functools.cache(lambda cls: inspect.signature(cls.forward))
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
     """Positional arguments of a module's forward, by name."""
-    forward = type(module).forward.__get__(module)
-    return dict(inspect.signature(forward).bind_partial(*args).arguments) if args else {}
+    return dict([*signature_of(type(module)).bind_partial(module, *args).arguments.items()][1:]) if args else {}
 
 
 def cut(given: Mapping[str, Any], planned: PlannedBatch, who: str) -> dict[str, Any]:
@@ -242,17 +244,6 @@ def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> 
     shards = plan.layout.tokens_per_rank.tolist()
     if min(shards) == 0:
         raise ValueError(f"models need a token on every rank, and shards have {shards}; give a smaller block_size")
-
-
-def _edges(batch: Batch, documents: Documents, plan: spanwise.Plan, site: Site, device: torch.device) -> dict[str, Any]:
-    """The labels of a tree that this rank's tokens predict, and their weights; empty without a tree."""
-    weights = batch.get("label_weights")
-    if documents.tree is None:
-        if weights is not None:
-            raise ValueError("label_weights go with a tree; for other batches weight the losses of spanwise yourself")
-        return {}
-    edges = spanwise.shard_edges(documents.tree, plan, site.mesh, device=device)
-    return {"edges": edges, "weights": None if weights is None else documents.flat(weights)[:, edges.targets]}
 
 
 def _labels(batch: Batch, planned: PlannedBatch, site: Site, model: Any) -> dict[str, torch.Tensor]:

@@ -8,16 +8,16 @@ and prefixes read each other in both directions.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 import spanwise
-from spanwise.integrations.transformers.documents import Batch, Documents, find_documents, of_tokens
+from spanwise.integrations.transformers.batches import Batch, Documents, find_documents, of_tokens
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 # Types of layers that have a mixer of `mixers.table`, and the kind of attention that they have beside it.
@@ -41,27 +41,16 @@ _STATES: tuple[tuple[Any, Any, Any, Any, bool], ...] = (
 _BIDIRECTIONAL, _OF_IMAGES = "use_bidirectional_attention", "vision"  # of text configs; a value: inside of images
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """Which tokens of a model read each other.
+class _Rule(NamedTuple):
+    """Which tokens of a model read each other."""
 
-    Attributes:
-        argument: of the model's forward; marks tokens.
-        marks: its values for tokens that read each other.
-        runs: whether they do inside of each run of marked tokens, or all of a document.
-        windowed: whether windows of sliding layers end such reading on the left.
-        sliding_alone: whether full layers stay causal.
-        needed: whether a batch without the argument is an error.
-        when: an attribute of the text config, and its values for which the rule holds.
-    """
-
-    argument: str
-    marks: tuple[int, ...]
-    runs: bool
-    windowed: bool = False
-    sliding_alone: bool = False
-    needed: bool = False
-    when: tuple[str, tuple[Any, ...]] = (_BIDIRECTIONAL, (None, False))
+    argument: str  # of the model's forward; marks tokens
+    marks: tuple[int, ...]  # its values for tokens that read each other
+    runs: bool  # inside of each run of marked tokens, or all of a document
+    windowed: bool = False  # windows of sliding layers end such reading on the left
+    sliding_alone: bool = False  # full layers stay causal
+    needed: bool = False  # a batch without the argument is an error
+    when: tuple[str, tuple[Any, ...]] = (_BIDIRECTIONAL, (None, False))  # attribute of the text config, its values
 
 
 _VISION = (_BIDIRECTIONAL, (_OF_IMAGES,))
@@ -91,14 +80,14 @@ def layer_types(config: Any) -> tuple[str, ...]:
         ValueError: layers that neither are attention over spans of keys nor may carry a state.
     """
     rule, config = _rule_of(config), config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
+    name, kinds = type(config).__name__, getattr(config, "layer_types", None)
     if kinds is None:
         number, windowed = (_of_all_layers(config, name) for name in ("num_hidden_layers", "sliding_window"))
         if number is None:
-            raise ValueError(f"{type(config).__name__} tells neither layer_types nor num_hidden_layers, so no masks")
+            raise ValueError(f"{name} tells neither layer_types nor num_hidden_layers, so no masks")
         chunked = _of_all_layers(config, "attention_chunk_size")
         kinds = [SLIDING if windowed is not None else CHUNKED if chunked is not None else FULL] * number
-    known, name = [*KINDS, *MIXED, *_WITHIN_TOKENS], type(config).__name__
+    known = [*KINDS, *MIXED, *_WITHIN_TOKENS]
     unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise ValueError(f"{name} has layers of type {unknown}; context parallelism takes those among {known}")
@@ -127,14 +116,13 @@ def layer_kinds(config: Any) -> tuple[str | None, ...]:
 
 def mask_weights(config: Any) -> dict[str, int]:
     """Names of the masks of a model's plans, and how many layers have each."""
-    kinds = [kind for kind in layer_kinds(config) if kind is not None]
-    return dict(Counter(kinds)) if kinds else {NO_ATTENTION: 1}
+    return dict(Counter(filter(None, layer_kinds(config)))) or {NO_ATTENTION: 1}
 
 
-def _span_masks(config: Any, kinds: Iterable[str], documents: Documents, batch: Batch) -> dict[str, spanwise.SpanMask]:
-    """The masks of a model's layers, of the `kinds` of `mask_weights`."""
-    text, rule, blocks, masks = config.get_text_config(), _rule_of(config), block_mask(batch, config, documents), {}
-    window = getattr(text, "sliding_window", None) or 0
+def span_masks(config: Any, documents: Documents, batch: Batch) -> dict[str, spanwise.SpanMask]:
+    """The masks of a model's layers, by the names of `mask_weights`."""
+    kinds, text, rule, masks = mask_weights(config), config.get_text_config(), _rule_of(config), {}
+    blocks, window = _blocks(batch, config, documents), getattr(text, "sliding_window", None) or 0
     for kind in kinds:
         left = {SLIDING: window - 1, NO_ATTENTION: 0}.get(kind)
         if documents.tree is None:
@@ -152,7 +140,13 @@ def _span_masks(config: Any, kinds: Iterable[str], documents: Documents, batch: 
     return masks
 
 
-def block_mask(batch: Batch, config: Any, documents: Documents) -> spanwise.SpanMask | None:
+def reads_later_tokens(batch: Batch, config: Any) -> bool:
+    """Whether a batch marks tokens of a model that read each other in both directions."""
+    rule = _rule_of(config)
+    return rule is not None and batch.get(rule.argument) is not None
+
+
+def _blocks(batch: Batch, config: Any, documents: Documents) -> spanwise.SpanMask | None:
     """Which of the N tokens read each other in both directions; None where the model has no rule, or nothing is marked.
 
     Raises:
@@ -173,49 +167,38 @@ def block_mask(batch: Batch, config: Any, documents: Documents) -> spanwise.Span
         return None
     of_tokens(rule.argument, given, (documents.rows, documents.length))
     marked = torch.isin(documents.flat(given)[0].cpu(), torch.tensor(rule.marks)).numpy()
-    document = np.repeat(np.arange(1, len(documents.cu_seqlens)), np.diff(documents.cu_seqlens))
-    run = np.where(marked, document, 0)  # a run ends with its document
-    edges = np.concatenate([[0], np.flatnonzero(np.diff(run)) + 1, [len(run)]])
-    within = run[edges[:-1]] > 0
-    starts, ends = edges[:-1][within], edges[1:][within]
-    block = np.arange(len(starts)) if rule.runs else run[starts]
-    start, end = np.zeros((2, max(np.bincount(block), default=1), len(run)), np.int64)
-    for first, last, own in zip(starts, ends, block, strict=True):
-        runs = np.flatnonzero(block == own)
-        start[: len(runs), first:last] = starts[runs, None]
-        end[: len(runs), first:last] = ends[runs, None]
-    return spanwise.SpanMask(start, end, len(run))
+    blocks = []  # runs of tokens, and the runs that they read
+    for first, last in pairwise(documents.cu_seqlens):
+        runs = np.flatnonzero(np.diff(marked[first:last], prepend=False, append=False)).reshape(-1, 2) + first
+        blocks += [(run, run[None] if rule.runs else runs) for run in runs]
+    start, end = np.zeros((2, max((len(runs) for _, runs in blocks), default=1), len(marked)), np.int64)
+    for (first, last), runs in blocks:
+        start[: len(runs), first:last], end[: len(runs), first:last] = runs[:, :1], runs[:, 1:]
+    return spanwise.SpanMask(start, end, len(marked))
 
 
-def recurrences(config: Any, layers: int) -> dict[str, spanwise.Recurrence] | None:
-    """The argument of `spanwise.make_plan` for a model's config, with so many layers that carry a state; or None.
+def recurrences(config: Any, layers: int) -> dict[str, spanwise.Recurrence]:
+    """The argument of `spanwise.make_plan` for a model's config, with so many layers that carry a state.
 
     >>> from transformers import Qwen3NextConfig
     >>> recurrences(Qwen3NextConfig(), 36)["linear_attention"].map_bytes
     4194304
     """
     config = config.get_text_config()
-    numbers = _numbers(config)
-    if layers == 0 or numbers is None:
-        return None
-    heads, _, value_dim, delta_rule, _ = numbers
-    channels = None if delta_rule else heads * value_dim
-    return {"linear_attention": spanwise.Recurrence(layers, *numbers, channels, config.hidden_size)}
-
-
-def _numbers(config: Any) -> tuple[int, int, int, bool, int] | None:
-    """Heads, key dim, value dim, whether it is a delta rule, and width of the convolution."""
-    given = vars(config)
+    given = dict(vars(config))
     if "mamba_expand" in given:  # Jamba and Zamba have a state for each channel
-        given = given | {"mamba_intermediate_size": int(given["mamba_expand"] * config.hidden_size)}
+        given["mamba_intermediate_size"] = int(given["mamba_expand"] * config.hidden_size)
     if "linear_attn_alpha_factor" in given:  # MiniMax, whose linear attention has the heads of its attention
         head_dim = given.get("head_dim") or config.hidden_size // config.num_attention_heads
-        return config.num_attention_heads, head_dim, head_dim, False, 1
+        given |= dict(linear_num_heads=config.num_attention_heads, linear_head_dim=head_dim, linear_conv_kernel_dim=1)
     for *names, delta_rule in _STATES:
-        heads, key_dim, value_dim, width = (given.get(name) if isinstance(name, str) else name for name in names)
-        if all(isinstance(x, int) for x in (heads, key_dim, value_dim, width)):
-            return heads, key_dim, value_dim, delta_rule, width
-    return None
+        sizes: list[Any] = [given.get(name) if isinstance(name, str) else name for name in names]
+        if layers and all(isinstance(x, int) for x in sizes):
+            delta_rule &= "linear_attn_alpha_factor" not in given
+            channels = None if delta_rule else sizes[0] * sizes[2]
+            sizes = [*sizes[:3], delta_rule, sizes[3], channels, config.hidden_size]
+            return {"linear_attention": spanwise.Recurrence(layers, *sizes)}
+    return {}
 
 
 def make_plan(batch: Batch, config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
@@ -234,44 +217,51 @@ def make_plan(batch: Batch, config: Any, num_ranks: int, **options: Any) -> span
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
     """
     configs = list(config) if isinstance(config, (list, tuple)) else [config]
-    return plan_documents(find_documents(batch, num_ranks), batch, configs, num_ranks, **options)[0]
+    documents = find_documents(batch, num_ranks)
+    masks = [span_masks(one, documents, batch) for one in configs]
+    return plan_documents(documents, masks, configs, num_ranks, **options)
 
 
 def plan_documents(
-    documents: Documents, batch: Batch, configs: list[Any], num_ranks: int, **options: Any
-) -> tuple[spanwise.Plan, list[dict[str, str]]]:
-    """`make_plan` for documents that were found before, and `mask_names` for each config."""
+    documents: Documents,
+    expected: Sequence[Mapping[str, spanwise.SpanMask]],
+    configs: Sequence[Any],
+    num_ranks: int,
+    **options: Any,
+) -> spanwise.Plan:
+    """`make_plan` for documents that were found before, and the `span_masks` of each config."""
     masks: dict[str, spanwise.SpanMask] = {}
     weights: Counter[str] = Counter()
     carried: dict[str, Any] = {}
-    names: list[dict[str, str]] = [{} for _ in configs]
-    for number, config in enumerate(configs):
-        layers = mask_weights(config)
-        for kind, mask in _span_masks(config, layers, documents, batch).items():
-            name = kind if masks.setdefault(kind, mask) == mask else f"{kind} of model {number}"
-            masks[name], names[number][kind] = mask, name
+    for number, (config, own) in enumerate(zip(configs, expected, strict=True)):
+        layers, other = mask_weights(config), f" of model {number}"
+        for kind, mask in own.items():
+            first = masks.setdefault(kind, mask)
+            name = kind if first is mask or first == mask else kind + other
+            masks[name] = mask
             weights[name] += layers[kind]
-        states = recurrences(config, sum(kind in MIXED for kind in layer_types(config))) or {}
-        carried |= {f"{name} of model {number}" if number else name: x for name, x in states.items()}
+        states = recurrences(config, sum(kind in MIXED for kind in layer_types(config)))
+        carried |= {name + other if number else name: x for name, x in states.items()}
     if carried and documents.tree is not None:
         raise ValueError("layers that carry a state cannot follow the branches of a tree; give each path as a document")
-    own = {"recurrences": carried or None, "cu_seqlens": documents.cu_seqlens if documents.tree is None else None}
-    return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **own | options), names
+    offsets = documents.cu_seqlens if documents.tree is None else None
+    options = {"recurrences": carried or None, "cu_seqlens": offsets, **options}
+    return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **options)
 
 
-def mask_names(plan: spanwise.Plan, documents: Documents, batch: Batch, config: Any) -> dict[str, str]:
-    """The name in `plan` of the mask of each kind of the layers of a model with this `config`.
+def mask_names(plan: spanwise.Plan, expected: Mapping[str, spanwise.SpanMask], documents: Documents) -> dict[str, str]:
+    """The name in `plan` of each of the `span_masks` of a model.
 
     Raises:
         ValueError: a plan without a mask for one of them, or with one for a config of another window.
     """
-    names, expected = {}, _span_masks(config, mask_weights(config), documents, batch)
+    names = {}
     for kind, mask in expected.items():
         given = plan.masks.get(kind)
         if given is None:
             raise ValueError(f"the model's layers need masks {sorted(expected)}, the plan has {sorted(plan.masks)}")
-        equal = [name for name in plan.masks if name.startswith(kind) and plan.masks[name] == mask]
-        names[kind] = equal[0] if equal else kind
+        equal = [x for x in plan.masks if x.startswith(kind) and (plan.masks[x] is mask or plan.masks[x] == mask)]
+        names[kind] = [*equal, kind][0]  # or a mask of the user's
         if equal:
             continue
         most = int(np.where(given.end > given.start, np.arange(given.q_len) + 1 - given.start, 0).max())

@@ -26,8 +26,8 @@ from transformers.activations import ACT2FN
 
 import spanwise
 from spanwise import recurrence
+from spanwise.integrations.transformers.batches import ARGUMENT, PlannedBatch, planned_of
 from spanwise.integrations.transformers.masks import MIXED, layer_types
-from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
 from spanwise.recurrence import RecurrenceRoute
 
 
@@ -42,8 +42,7 @@ def causal_conv1d(
     """``[1, C, T]``: a convolution of each channel ``[C, width]`` over the tokens before in the document."""
     x = hidden_states[0].t().to(weight.dtype)
     out = recurrence.causal_conv(x, weight, bias, route).reshape(x.shape)  # compiled code sees then that T is the same
-    if activation is not None:
-        out = ACT2FN[activation](out)
+    out = out if activation is None else ACT2FN[activation](out)
     return out.t()[None].to(hidden_states.dtype)
 
 
@@ -77,16 +76,11 @@ def mamba2_chunk_scan(
 ) -> Tensor:
     """``[1, T, H, V]`` in float32 of Mamba-2's scan, which is linear attention with one decay a head."""
     assert initial_states is None and not return_final_states and z is None
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = functional.softplus(dt)
-    dt = dt.clamp(*dt_limit)[0].float()
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].float()
     x = hidden_states[0].float()
     out: Any = recurrence.gated_linear(C[0].float(), B[0].float(), x * dt[..., None], A.float() * dt, route, scale=1.0)
-    if D is not None:
-        out = out + D[..., None] * x
-    return out[None]
+    return (out if D is None else out + D[..., None] * x)[None]
 
 
 def mamba_selective_scan(
@@ -105,18 +99,14 @@ def mamba_selective_scan(
 ) -> Tensor:
     """``[1, C, T]`` of Mamba's scan: linear attention with a head for each channel and a decay for each of N states."""
     assert not return_last_state
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = functional.softplus(dt)
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+    dt = functional.softplus(dt) if delta_softplus else dt
     x, step = hidden_states[0].t(), dt[0].t()  # [T, C]
     decay = A * step[..., None]  # [T, C, N]
     q, k = (y[0].t()[:, None].float() for y in (C, B))  # [T, 1, N]
     out: Any = recurrence.gated_linear(q, k, (step * x.float())[..., None], decay, route, scale=1.0)
     out = out[..., 0].to(x.dtype)
-    if D is not None:
-        out = out + x * D
-    out = out.t()[None]
+    out = (out if D is None else out + x * D).t()[None]
     return out if z is None else out * functional.silu(z)
 
 
@@ -160,20 +150,13 @@ class _WithScan:
         """``[1, T, C]``. A document starts from zeros, so that nothing needs to be reset."""
         one = torch.ones(hidden_states.shape[1], 1, 1, device=hidden_states.device)
         # A gate may underflow to 0, whose logarithm has no gradient.
-        gate = recurrent_gate[0].float().clamp(min=torch.finfo(torch.float32).tiny)
-        x, decay = hidden_states[0].float()[..., None], gate.log()
-        out: Any = recurrence.gated_linear(one, one, x, decay, self._route, scale=1.0)
+        decay = recurrent_gate[0].float().clamp(min=torch.finfo(torch.float32).tiny).log()
+        out: Any = recurrence.gated_linear(one, one, hidden_states[0].float()[..., None], decay, self._route, scale=1.0)
         return out[..., 0][None].to(hidden_states.dtype), None
 
 
-# Class names of mixers whose forward calls functions of its file for all that crosses tokens.
-_CALLERS = frozenset([
-    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
-    "KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer",
-    "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer", "MambaMixer", "FalconMambaMixer",
-    "JambaMambaMixer", "ZambaMambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv",
-])  # fmt: skip
-# What replaces these functions: convolutions, scans, and fused kernels, which are left out.
+# What replaces functions that mixers call for all that crosses tokens: convolutions, scans, and fused kernels, which
+# are left out. A mixer calls a convolution and a scan; a short convolution has no scan.
 _CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv1d}
 _SCANS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": delta_rule,
@@ -182,28 +165,28 @@ _SCANS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": mamba_selective_scan,
 }
 _FUSED = dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), none)
+_FORWARD = "forward"  # in place of a name of a function: the forward itself
 # Class names of mixers that compute in their own code, and what replaces their forward.
 _WHOLE: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": lightning_attention,
     "RecurrentGemmaRecurrentBlock": griffin,
 }
-_FORWARD = "forward"  # in place of a name of a function: the forward itself
-# Class names of other modules that carry something along the sequence.
-_UNKNOWN = ("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection", "FNetFourierTransform")
+# Class names of mixers that are known to be right so. Derived ones may do more, where their forward is not the same.
+_CALLERS = frozenset([
+    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
+    "KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer",
+    "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer", "MambaMixer", "FalconMambaMixer",
+    "JambaMambaMixer", "ZambaMambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv",
+])  # fmt: skip
 _BEHIND = ("JambaMambaMixer",)  # layers of these do not pass keyword arguments on
 
 
 class PlannedForward:
-    """Its method `forward` is that of a mixer, an instance, whose functions know of ranks while a batch is planned.
-
-    Attributes:
-        module: the mixer.
-        functions: what its forward calls in place of functions of its file, each with a route in front.
-        expected: whether the decoder runs a planned batch, so that a call without a plan is an error.
-    """
+    """Its method `forward` is that of a mixer, an instance, whose functions know of ranks while a batch is planned."""
 
     def __init__(self, module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
-        self.module, self.functions, self.expected = module, functions, False
+        self.module, self.functions = module, functions  # in place of those of its file, each with a route in front
+        self.expected = False  # whether the decoder runs a planned batch, so that a call without a plan is an error
         self._route: RecurrenceRoute | None = None  # of the call that runs
         calls = {name: functools.partial(self._call, f) for name, f in functions.items()}
         self._planned = calls.get(_FORWARD) or with_globals(type(module).forward, calls)
@@ -233,9 +216,9 @@ class PlannedForward:
             self._route = None
         if planned.back is None:
             return output
-        if isinstance(output, tuple):
-            return _moved(planned.back, tokens, output[0]), *output[1:]
-        return _moved(planned.back, tokens, output)
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        first = _moved(planned.back, tokens, first)
+        return (first, *rest) if isinstance(output, tuple) else first
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(ARGUMENT, None)
@@ -271,10 +254,24 @@ def attach(decoder: nn.Module, config: Any) -> list[PlannedForward]:
         ValueError: layers that carry a state in a way that is not known.
     """
     mixers = {name: PlannedForward(x, found) for name, x in decoder.named_modules() if (found := _functions(x))}
-    _check(decoder, config, mixers)
+    layers = {int(n) for name in mixers for n in re.findall(r"^layers\.(\d+)\.", name)}
+    known = tuple(f"{name}." for name in mixers)  # beside the layers are encoders of images and sound
+    convolutions = [name for name, x in decoder.named_modules() if isinstance(x, nn.Conv1d)]
+    what = [
+        *(f"layers of type {x!r}" for n, x in enumerate(layer_types(config)) if x in MIXED and n not in layers),
+        *(f"a convolution, {x}" for x in convolutions if x.startswith("layers.") and not x.startswith(known)),
+    ]
+    if what:
+        raise ValueError(
+            f"{type(decoder).__name__} has {what[0]}, in a module that is not known to carry a state; known are those "
+            f"of transformers 5.23: {sorted(_CALLERS)}"
+        )
     for name, mixer in mixers.items():
-        mixer.module.forward = mixer.forward  # a method: Dynamo shares graphs among layers whose code it is
-        if type(mixer.module).__name__ in _BEHIND:
+        module, kind = mixer.module, type(mixer.module).__name__
+        if "forward" in vars(module):
+            raise ValueError(f"the forward of a {kind} was replaced, as by device_map; call hf.context_parallel before")
+        module.forward = mixer.forward  # a method: Dynamo shares graphs among layers whose code it is
+        if kind in _BEHIND:
             layer = decoder.get_submodule(name.rpartition(".")[0])
             layer.register_forward_pre_hook(_plan_for_mask, with_kwargs=True)
     return list(mixers.values())
@@ -284,14 +281,6 @@ def _plan_for_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """A hook of layers that give their mixer a mask and no keyword arguments: the plan in place of the mask."""
     planned = kwargs.get(ARGUMENT)
     return None if planned is None else (args, kwargs | {"attention_mask": planned})
-
-
-def check_known(decoder: nn.Module) -> None:
-    """Raise ValueError for modules of which is known that nothing here replaces them."""
-    names = {cls.__name__ for module in decoder.modules() for cls in type(module).__mro__}
-    unknown = [name for name in _UNKNOWN if name in names]
-    if unknown:
-        raise ValueError(f"{unknown[0]} carries a state along the sequence; known are {sorted(_CALLERS)}")
 
 
 def conv_width(mixers: list[PlannedForward]) -> int | None:
@@ -311,21 +300,3 @@ def _functions(module: nn.Module) -> Mapping[str, Callable[..., Any]] | None:
     called, convolves = set(forward.__code__.co_names), names[0].endswith("ShortConv")
     known = _CONVOLUTION.keys() <= called and (convolves or _SCANS.keys() & called)
     return _CONVOLUTION | _SCANS | _FUSED if known else None
-
-
-def _check(decoder: nn.Module, config: Any, mixers: Mapping[str, PlannedForward]) -> None:
-    """Raise ValueError for layers and convolutions that are not among `mixers`."""
-    for mixer in mixers.values():
-        if "forward" in vars(mixer.module):
-            name = type(mixer.module).__name__
-            raise ValueError(f"the forward of a {name} was replaced, as by device_map; call hf.context_parallel before")
-    layers = {int(n) for name in mixers for n in re.findall(r"^layers\.(\d+)\.", name)}
-    what = [f"layers of type {x!r}" for n, x in enumerate(layer_types(config)) if x in MIXED and n not in layers]
-    known = tuple(f"{name}." for name in mixers)  # beside the layers are encoders of images and sound
-    convolutions = [name for name, x in decoder.named_modules() if isinstance(x, nn.Conv1d)]
-    what += [f"a convolution, {x}" for x in convolutions if x.startswith("layers.") and not x.startswith(known)]
-    if what:
-        raise ValueError(
-            f"{type(decoder).__name__} has {what[0]}, in a module that is not known to carry a state; known are those "
-            f"of transformers 5.23: {sorted(_CALLERS)}"
-        )

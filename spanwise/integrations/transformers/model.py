@@ -7,7 +7,6 @@ into the sequence first, cuts; the decoder's second one completes router logits.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -22,16 +21,26 @@ import spanwise
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters
 from spanwise.integrations.transformers.attention import KIND, PREFIX, keep_latents, register
-from spanwise.integrations.transformers.documents import is_packed
-from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, site_of
+from spanwise.integrations.transformers.batches import (
+    ARGUMENT,
+    UNKNOWN,
+    empty_mask,
+    is_packed,
+    kind_of,
+    planned_of,
+)
+from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, signature_of, site_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
-from spanwise.integrations.transformers.mixers import attach, check_known, conv_width
+from spanwise.integrations.transformers.mixers import attach, conv_width
 from spanwise.integrations.transformers.outputs import LOSSES, GlobalLoss, mark_outputs, version_of
-from spanwise.integrations.transformers.planned import ARGUMENT, UNKNOWN, empty_mask, kind_of, planned_of
 
 _POOLED = "ForSequenceClassification|ForQuestionAnswering|ForMultipleChoice|DoubleHeads|ForNextSentence"  # of classes
-_OWN_MASKS = ("DogeAttention", "GitModel")  # classes that change masks, and fail on those of planned batches
-_LAYER_DROP, _CACHES = ("layerdrop", "decoder_layerdrop"), ("past_key_values", "cache_params")
+_MASK, _STATE = "makes a mask or a bias of its own", "carries a state along the sequence in a way that is not known"
+_REFUSED = {  # class names of modules
+    **dict.fromkeys(("DogeAttention", "GitModel"), _MASK),
+    **dict.fromkeys(("RwkvSelfAttention", "xLSTMBlock", "ZayaCCAProjection", "FNetFourierTransform"), _STATE),
+}
+_LAYER_DROP = ("layerdrop", "decoder_layerdrop")
 _MIXERS = "_spanwise_mixers"  # attribute of a decoder: forwards of its layers that carry a state
 
 
@@ -128,19 +137,16 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     random = {n: x for n in _LAYER_DROP if (x := getattr(config.get_text_config(), n, None))}
     if random:
         raise ValueError(f"{name} skips layers at random, by {random} in its config, and not on all ranks; set it to 0")
-    check_known(decoder)
     if getattr(decoder, "pooler", None) is not None:
         raise ValueError(f"the pooler of {type(decoder).__name__} reads the first token; set add_pooling_layer=False")
-    masked = [x for m in decoder.modules() if (x := type(m).__name__) in _OWN_MASKS]
-    if masked:
-        raise ValueError(f"{masked[0]} makes a mask or a bias of its own, which no plan has; use data parallelism")
-    for module in (model, decoder):
-        name = type(module).__name__
-        parameters = inspect.signature(type(module).forward).parameters
+    for refused in _REFUSED.keys() & {cls.__name__ for module in decoder.modules() for cls in type(module).__mro__}:
+        raise ValueError(f"{refused} {_REFUSED[refused]}, which no plan has; use data parallelism")
+    for module in (type(model), type(decoder)):
+        parameters = signature_of(module).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise ValueError(f"{name}.forward takes no further keyword arguments, and so no plan; use data parallelism")
+            raise ValueError(f"{module.__name__}.forward takes no further keyword arguments, and so no plan")
     if attends and "position_ids" not in parameters:
-        raise ValueError(f"{name}.forward takes no position_ids, which tokens of a shard need; use data parallelism")
+        raise ValueError(f"{module.__name__}.forward takes no position_ids, which tokens of a shard need")
 
 
 def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
@@ -169,23 +175,28 @@ def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
                 keep_latents(module)
 
 
+def _is_cached(kwargs: Mapping[str, Any]) -> bool:
+    return any(kwargs.get(cache) is not None for cache in ("past_key_values", "cache_params"))
+
+
 def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's hook: plan and cut a whole batch."""
     if ARGUMENT in kwargs:
         whole = kwargs[ARGUMENT] is None  # as `verify` asks for
         return (args, {name: x for name, x in kwargs.items() if name != ARGUMENT}) if whole else None
     name, grads = type(model).__name__, torch.is_grad_enabled()
-    cached = any(kwargs.get(cache) is not None for cache in _CACHES)
-    if model.training and not cached:
+    if _is_cached(kwargs):  # it generates
+        if grads and model.training:
+            raise ValueError(f"{name} trains behind a KV cache, as with prefix tuning, and cannot be cut; use LoRA")
+        return None
+    if model.training:
         return (), _planned_arguments(model, args, kwargs)
-    if grads and model.training:
-        raise ValueError(f"{name} trains behind a KV cache, as with prefix tuning, and cannot be cut; use LoRA")
-    if grads and not cached:
+    if grads:
         raise ValueError(
             f"{name} is in evaluation mode, where no batch is cut, and gradients are enabled. Call model.train(), as "
             f"after from_pretrained; or pass hf.prepare(batch, model); or evaluate whole batches under torch.no_grad()"
         )
-    return None if cached else _refuse_packed(model, args, kwargs)  # it evaluates or generates
+    return _refuse_packed(model, args, kwargs)
 
 
 def _refuse_packed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -205,18 +216,17 @@ def _planned_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The decoder's hook: no masks, and cut inputs where the model's hook left them whole."""
     planned = kwargs.get(ARGUMENT) or planned_of(kwargs.get("attention_mask"))
-    name, compiling = type(decoder).__name__, torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling()
     corrections.set_last_position(decoder, planned)
     for mixer in getattr(decoder, _MIXERS):
         mixer.expected = planned is not None
     if planned is None:
-        cached = any(kwargs.get(cache) is not None for cache in _CACHES)
-        if decoder.training and torch.is_grad_enabled() and not cached:
+        if decoder.training and torch.is_grad_enabled() and not _is_cached(kwargs):
             raise ValueError(
-                f"{name} trains on a whole batch, because it was called without the model around it; call the model, "
-                f"or pass hf.prepare(batch, model)"
+                f"{type(decoder).__name__} trains on a whole batch, because it was called without the model around it; "
+                f"call the model, or pass hf.prepare(batch, model)"
             )
-        return None if cached else _refuse_packed(decoder, args, kwargs)
+        return None if _is_cached(kwargs) else _refuse_packed(decoder, args, kwargs)
     if not compiling:
         planned.reached.append(True)
     kwargs = by_name(decoder, args) | kwargs

@@ -23,7 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 import spanwise
 from spanwise._torch import tree_map
-from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch, planned_of
+from spanwise.integrations.transformers.batches import ARGUMENT, PlannedBatch, planned_of
 from spanwise.layouts.layout import Layout
 
 # Losses that `GlobalLoss` computes, means over tokens; and whether they take the next token's label.
@@ -45,6 +45,7 @@ class LocalTokens(torch.Tensor):
     """``[1, T, …]`` or ``[T, …]`` of this rank's tokens in a layout. ``x.as_subclass(torch.Tensor)`` is plain."""
 
     token_layout: Layout
+
     plain = _Plain()
 
     @classmethod
@@ -57,8 +58,8 @@ class LocalTokens(torch.Tensor):
             own = [x for x in itertools.chain(*lists) if isinstance(x, cls) and hasattr(x, "token_layout")]
             if any(x.token_layout != own[0].token_layout for x in own[1:]):
                 raise ValueError(
-                    "outputs of models that cut a batch differently hold other tokens on each rank; cut it for both: "
-                    "student_batch, teacher_batch = hf.prepare(batch, [student, teacher])"
+                    "outputs of models that cut a batch differently hold other tokens on each rank; cut it for both by "
+                    "hf.prepare(batch, [student, teacher])"
                 )
             if func is torch.Tensor.__getitem__ and isinstance(args[0], cls) and args[0].shape[0] == 1:
                 _check_index(args[1], args[0].dim())

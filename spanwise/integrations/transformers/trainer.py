@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from spanwise.integrations.transformers.documents import find_documents
+from spanwise.integrations.transformers.batches import find_documents
 from spanwise.integrations.transformers.inputs import SITE, site_of
 from spanwise.integrations.transformers.model import context_parallel
 from spanwise.integrations.transformers.whole import Step, restore_outputs
@@ -86,9 +86,9 @@ class _ContextParallel(transformers.Trainer):
             self._cut(self.ref_model)  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
-        _check_arguments(self.args)
+        _check_settings(self)
         super().create_accelerator_and_postprocess()
-        _check_accelerator(self)
+        _check_settings(self, self.accelerator)
         # Otherwise a stream's batches would be divided among all ranks.
         self.accelerator.dataloader_config.dispatch_batches = self.accelerator.dispatch_batches or False
         group_processes(self.accelerator, self.cp_mesh)
@@ -104,10 +104,8 @@ class _ContextParallel(transformers.Trainer):
         mesh = self.cp_mesh["cp"]
         if not hasattr(inner, SITE):
             if inner.loss_function is not ForCausalLMLoss:
-                raise ValueError(
-                    f"hf.trainer takes causal language models, whose loss is that of ForCausalLM; the loss_type of "
-                    f"{type(inner).__name__} is {getattr(inner, 'loss_type', None)!r}"
-                )
+                kind = getattr(inner, "loss_type", None)
+                raise ValueError(f"hf.trainer takes causal language models; {type(inner).__name__} has {kind} as loss")
             context_parallel(model, mesh, **self.cp_options)
         site = site_of(inner)
         if (site.mesh, site.loss_mesh, site.reduce_loss) != (mesh, mesh, True):
@@ -126,10 +124,8 @@ class _ContextParallel(transformers.Trainer):
         if not self._takes_loss_of_model():
             given: Any = super()._get_num_items_in_batch(batch_samples, device)
             if given != count:
-                raise ValueError(
-                    f"{int(given - count)} labels are of first tokens of documents, which only the model's own loss "
-                    f"leaves out; set them to -100, as DataCollatorWithFlattening does, or pad on the right"
-                )
+                text = "labels are of first tokens of documents, which only the model's own loss leaves out"
+                raise ValueError(f"{int(given - count)} {text}; set them to -100, as DataCollatorWithFlattening does")
         return count
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -158,18 +154,14 @@ class _Rollouts(_ContextParallel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if getattr(self, "_is_vlm", False):
-            raise ValueError(
-                "hf.trainer takes GRPOTrainer with a tokenizer, for prompts of text; rollouts with images are not "
-                "known to be right. Call hf.context_parallel on the model and write the loop"
-            )
+            raise ValueError("hf.trainer takes GRPOTrainer with a tokenizer, for prompts of text, and without images")
         self.args: Any = copy.copy(self.args)  # the user's may serve another trainer
         size, generations = self.cp_mesh["cp"].size(), self.num_generations  # type: ignore[attr-defined]
         samples, rest = divmod(self.args.generation_batch_size, size)  # trl multiplied by the number of all ranks
         if rest or samples % generations:
             raise ValueError(
-                f"generation_batch_size={self.args.generation_batch_size} over all ranks leaves {samples} completions "
-                f"for all cp groups, which must be a multiple of num_generations={generations}; raise "
-                f"per_device_train_batch_size or steps_per_generation"
+                f"generation_batch_size={self.args.generation_batch_size} leaves {samples} completions for all cp "
+                f"groups, not a multiple of num_generations={generations}; raise per_device_train_batch_size"
             )
         self.args.generation_batch_size = samples
 
@@ -236,16 +228,12 @@ class CpAccelerator(Accelerator):
 
 def group_processes(accelerator: Accelerator, mesh: DeviceMesh) -> None:
     """Make `accelerator` a `CpAccelerator`; raise ValueError for a mesh that is not of "cp" and data-parallel axes."""
-    names, ranks = mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
+    names, ranks, processes = mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist(), accelerator.state.num_processes
     if "cp" not in names or any(name != "cp" and not name.startswith("dp") for name in names):
+        raise ValueError(f"hf.trainer takes a mesh of 'cp' and data-parallel axes such as 'dp_shard', got axes {names}")
+    if sorted(ranks) != list(range(processes)):
         raise ValueError(
-            f"hf.trainer takes a mesh of 'cp' and data-parallel axes ('dp', 'dp_shard', 'dp_replicate'), got axes "
-            f"{names}; for other axes call hf.context_parallel and write the loop"
-        )
-    if sorted(ranks) != list(range(accelerator.state.num_processes)):
-        raise ValueError(
-            f"the mesh has the ranks {ranks} and accelerate runs {accelerator.state.num_processes} processes; give a "
-            f"mesh of all processes, started by torchrun or accelerate launch"
+            f"the mesh has the ranks {ranks}, and accelerate runs {processes} processes: all must be in it"
         )
     accelerator.__class__ = CpAccelerator
     accelerator.cp_groups = mesh.mesh.movedim(names.index("cp"), -1).reshape(-1, mesh["cp"].size()).cpu()
@@ -260,37 +248,27 @@ def _check_base(base: type[Any]) -> None:
     of_trl = [cls for cls in base.__mro__ if cls.__module__.startswith("trl.")]
     # trl derives trainers with other losses and models from these.
     if of_trl and (of_trl[0].__name__ not in _OF_TRL or of_trl[0].__module__.startswith("trl.experimental.")):
-        name = of_trl[0].__name__
-        raise ValueError(
-            f"hf.trainer takes {', '.join(_OF_TRL)} of trl itself and your own subclasses of them, got {name} of "
-            f"{of_trl[0].__module__}; call hf.context_parallel and write the loop: "
-            f"{_REWARD if name == 'RewardTrainer' else 'compute its loss'}"
-        )
+        name, module = of_trl[0].__name__, of_trl[0].__module__
+        remedy = _REWARD if name == "RewardTrainer" else "call hf.context_parallel and write the loop"
+        raise ValueError(f"hf.trainer takes {', '.join(_OF_TRL)} and your subclasses, got {name} of {module}; {remedy}")
 
 
-def _check_arguments(args: Any) -> None:
-    """Raise ValueError for training arguments that are not exact under context parallelism; with a remedy."""
-    given = {name: remedy for name, remedy in _ARGUMENTS.items() if getattr(args, name, None)}
-    if args.accelerator_config.dispatch_batches:
-        given["dispatch_batches=True"] = "leave it None or False"
-    if args.train_sampling_strategy == "batch_rebalance":
-        given["train_sampling_strategy='batch_rebalance'"] = "use another; the plan of a batch balances the cp ranks"
-    _refuse(given)
-
-
-def _check_accelerator(trainer: Any) -> None:
-    """Raise ValueError for what accelerate was set to, also by its own config file."""
-    accelerator, given = trainer.accelerator, {}
-    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    if accelerator.parallelism_config is not None:
-        given["parallelism_config"] = _PARALLELISM
-    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
-        given["a model loaded with distributed_config"] = "load it without, and shard it by fsdp_config={'version': 2}"
-    if trainer.is_deepspeed_enabled or (fsdp is not None and fsdp.fsdp_version != 2):
-        given["deepspeed" if trainer.is_deepspeed_enabled else "fsdp version 1"] = "use fsdp_config={'version': 2}"
-    _refuse(given)
-
-
-def _refuse(given: dict[str, str]) -> None:
-    for name, remedy in given.items():
+def _check_settings(trainer: Any, accelerator: Any = None) -> None:
+    """Raise ValueError for arguments that are not exact here, and what accelerate was set to, also by its own file."""
+    args, wrong = trainer.args, {}
+    if accelerator is None:
+        wrong = {name: remedy for name, remedy in _ARGUMENTS.items() if getattr(args, name, None)}
+        if args.accelerator_config.dispatch_batches:
+            wrong["dispatch_batches=True"] = "leave it None or False"
+        if args.train_sampling_strategy == "batch_rebalance":
+            wrong["train_sampling_strategy='batch_rebalance'"] = "use another; the plan of a batch balances the ranks"
+    else:
+        fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+        if accelerator.parallelism_config is not None:
+            wrong["parallelism_config"] = _PARALLELISM
+        if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+            wrong["a model loaded with distributed_config"] = "load it without, and use fsdp_config={'version': 2}"
+        if trainer.is_deepspeed_enabled or (fsdp is not None and fsdp.fsdp_version != 2):
+            wrong["deepspeed" if trainer.is_deepspeed_enabled else "fsdp version 1"] = "use fsdp_config={'version': 2}"
+    for name, remedy in wrong.items():
         raise ValueError(f"{name} does not go with hf.trainer; {remedy}")

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import spanwise
 from spanwise.attention.verify import gradients, parameters_of, summed, whole
-from spanwise.integrations.transformers.documents import DESCRIPTIONS, Batch, Documents, find_documents
+from spanwise.integrations.transformers.batches import ARGUMENT, DESCRIPTIONS, Batch, Documents, find_documents
 from spanwise.integrations.transformers.inputs import prepare, site_of
-from spanwise.integrations.transformers.planned import ARGUMENT
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -90,7 +89,9 @@ def _alone(model: Any, batch: Batch, documents: Documents) -> torch.Tensor:
     tokens = {n: batch[n] for n in _TOKENS if batch.get(n) is not None}
     flat = {n: documents.flat(x, x.dim() - 2 if n == "position_ids" else 0) for n, x in tokens.items()}
     done, parts, order = np.zeros(documents.cu_seqlens[-1], bool), [], []
-    for path in documents.paths():
+    tree, offsets = documents.tree, documents.cu_seqlens
+    paths = np.split(np.arange(offsets[-1]), offsets[1:-1]) if tree is None else tree.paths(tree.leaves)
+    for path in paths:
         one = {n: x[..., path] if n != "inputs_embeds" else x[:, path] for n, x in flat.items()}
         fresh = ~done[path]  # paths of a tree share prefixes
         parts.append(_logits(model, one | {"use_cache": False})[:, torch.from_numpy(fresh)])
@@ -124,5 +125,5 @@ def _gradient_error(got: list[torch.Tensor], want: list[torch.Tensor], mesh: Dev
     """The largest relative error of a parameter's gradient by norm, with vanishing ones on the scale of the largest."""
     norms = [whole(x).norm().item() for x in want]
     floor = max(1e-3 * max(norms, default=0.0), 1e-30)
-    pairs = zip(got, want, norms, strict=True)
-    return max(((summed(x, mesh) - whole(y)).norm().item() / max(norm, floor) for x, y, norm in pairs), default=0.0)
+    wrong = [(summed(x, mesh) - whole(y)).norm().item() for x, y in zip(got, want, strict=True)]
+    return max((error / max(norm, floor) for error, norm in zip(wrong, norms, strict=True)), default=0.0)

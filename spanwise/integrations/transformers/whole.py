@@ -25,9 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import spanwise
 from spanwise import _torch
 from spanwise.attention import failure
-from spanwise.integrations.transformers.documents import is_packed
+from spanwise.integrations.transformers.batches import ARGUMENT, PlannedBatch, is_packed
 from spanwise.integrations.transformers.inputs import by_name, prepare, site_of
-from spanwise.integrations.transformers.planned import ARGUMENT, PlannedBatch
 
 _OF_TOKENS = ("logits", "last_hidden_state", "hidden_states")
 # Fields of trl's outputs of a fused head: token t has the value of label t + 1, the last token of a row none. They are
@@ -37,18 +36,12 @@ _OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 
 @dataclasses.dataclass
 class Step:
-    """A step of a trainer, in which models return whole outputs, and evaluate on cut batches.
+    """A step of a trainer, in which models return whole outputs, and evaluate on cut batches."""
 
-    Attributes:
-        mesh: the cp mesh.
-        logits: whether logits and hidden states are restored.
-        predicts: whether they are returned.
-        filled: for each output with padding: noise, its indices in ``[B * S, …]``, and that where it is returned.
-    """
-
-    mesh: DeviceMesh
-    logits: bool
-    predicts: bool = False
+    mesh: DeviceMesh  # of the cp axis
+    logits: bool  # whether logits and hidden states are restored
+    predicts: bool = False  # whether they are returned
+    # For each output with padding: noise, its indices in [B * S, …], and that where it is returned.
     filled: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = dataclasses.field(default_factory=list)
 
     def run(self, steps: list[Step], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,8 +85,8 @@ class Step:
         if reads or largest + smallest > 1e-6 * max(abs(largest), abs(smallest)):  # accelerators may round apart
             raise ValueError(
                 f"the loss reads the model's outputs at padding, which are noise: it is {-smallest} to {largest} on "
-                f"the ranks of a cp group, its gradient there is {'not ' * bool(reads)}0. Multiply by the attention "
-                f"mask, or leave out where labels are -100; random numbers of a loss must be the same on all ranks"
+                f"the cp ranks, its gradient there is {'not ' * bool(reads)}0. Multiply by the attention mask, or take "
+                f"what has a label; random numbers of a loss must be the same on all ranks"
             )
 
 
@@ -105,8 +98,8 @@ def restore_outputs(model: nn.Module, steps: list[Step]) -> None:
 
 def _cut(steps: list[Step], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before the model, in evaluation: what the hook of `context_parallel` does while it trains."""
-    generates = any(kwargs.get(name) is not None for name in ("past_key_values", "cache_params", "logits_to_keep"))
-    if not steps or model.training or generates or kwargs.get(ARGUMENT) is not None:
+    taken = (ARGUMENT, "past_key_values", "cache_params", "logits_to_keep")  # it is cut already, or generates
+    if not steps or model.training or any(kwargs.get(name) is not None for name in taken):
         return None
     batch = by_name(model, args) | kwargs
     if site_of(model).mesh.size() == 1 and not is_packed(batch):  # no rank to compare losses with

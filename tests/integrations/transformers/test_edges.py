@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import spanwise
 from spanwise.integrations import transformers as hf
-from spanwise.integrations.transformers.documents import find_documents
+from spanwise.integrations.transformers.batches import find_documents
 from tests.integrations.transformers import tiny
 
 DOCUMENTS = tiny.documents_of((23, 41))

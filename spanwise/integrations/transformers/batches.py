@@ -1,10 +1,6 @@
-"""Documents of a Hugging Face batch: which of its ``B * S`` tokens are kept, and where documents start among them.
+"""What is known of a batch: its documents, from what describes them; prefixes as a tree; what a plan adds."""
 
-A batch is padded (`attention_mask`), packed (`cu_seq_lens_q`, `seq_idx`, `position_ids` that start anew), a tree of
-prefixes (`tree`), or none of these: then each row is a document.
-"""
-
-# B rows, S tokens a row, N tokens of the plan: those that are kept, and added ones
+# B rows, S tokens a row, N tokens of the batch that are kept, T of them this rank's
 
 from __future__ import annotations
 
@@ -15,9 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 import spanwise
+from spanwise.layouts.layout import Layout
+from spanwise.recurrence import RecurrenceRoute
 
+ARGUMENT = "spanwise_plan"  # the keyword of a model's forward: a `PlannedBatch`
 Batch = Mapping[str, Any]  # by the names of a model's arguments
 # Describe the documents of the whole batch; wrong for a shard.
 DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
@@ -25,27 +25,24 @@ DESCRIPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The documents of a batch.
-
-    Attributes:
-        rows, length: B and S.
-        keep: int64 ``[kept tokens]`` in host memory, indices in the flattened batch, ascending; None for all.
-        cu_seqlens: int64 ``[num_docs + 1]``, offsets among the N tokens. Each added token is a document.
-        added: number of tokens behind the kept ones, so that no rank is without a token.
-        tree: of the N tokens; None without one. Then `cu_seqlens` says nothing of them.
-    """
+    """The documents of a batch."""
 
     rows: int
     length: int
-    keep: torch.Tensor | None
-    cu_seqlens: np.ndarray
-    added: int = 0
-    tree: spanwise.TokenTree | None = None
+    keep: torch.Tensor | None  # int64, indices of the kept tokens in the flattened batch, ascending; None for all
+    cu_seqlens: np.ndarray  # int64 [num_docs + 1], among the N tokens; each added token is a document
+    added: int = 0  # tokens behind the kept ones, so that no rank is without a token
+    tree: spanwise.TokenTree | None = None  # of the N tokens; cu_seqlens then says nothing of them
 
     @property
     def kept(self) -> int:
         """Number of tokens of the batch without padding."""
         return int(self.cu_seqlens[-1]) - self.added
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds several documents."""
+        return self.tree is not None or len(self.cu_seqlens) - 1 - self.added > self.rows
 
     @property
     def positions(self) -> torch.Tensor:
@@ -54,12 +51,6 @@ class Documents:
             return torch.from_numpy(self.tree.positions())[None]
         starts = np.repeat(self.cu_seqlens[:-1], np.diff(self.cu_seqlens))
         return torch.from_numpy(np.arange(self.cu_seqlens[-1]) - starts)[None]
-
-    def paths(self) -> list[np.ndarray]:
-        """The tokens of each document, or of the path to each leaf of the tree; int64."""
-        if self.tree is not None:
-            return self.tree.paths(self.tree.leaves)
-        return np.split(np.arange(self.cu_seqlens[-1]), self.cu_seqlens[1:-1])
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, S, …]`` from ``[N, …]``; 0 at padding. Differentiable."""
@@ -84,12 +75,11 @@ class Documents:
 def is_packed(batch: Batch) -> bool:
     """Whether a row of `batch` holds several documents, or is described in ways that contradict."""
     try:
-        documents = find_documents(batch)
+        return find_documents(batch).packed
     except ValueError:
-        told = any(batch.get(name) is not None for name in (*DESCRIPTIONS[:2], "seq_idx", "tree"))
+        described = any(batch.get(name) is not None for name in (*DESCRIPTIONS[:2], "seq_idx", "tree"))
         rest = {**batch, "attention_mask": None}  # a mask of four dims may tell documents itself
-        return told or (getattr(batch.get("attention_mask"), "ndim", 0) == 2 and is_packed(rest))
-    return documents.tree is not None or len(documents.cu_seqlens) - 1 > documents.rows
+        return described or (getattr(batch.get("attention_mask"), "ndim", 0) == 2 and is_packed(rest))
 
 
 def find_documents(batch: Batch, num_ranks: int = 1) -> Documents:
@@ -113,52 +103,45 @@ def find_documents(batch: Batch, num_ranks: int = 1) -> Documents:
     array([0, 3, 5])
     """
     rows, length = shape_of(batch)
+    valid = _valid(batch.get("attention_mask"), rows, length)
+    padded = valid is not None and not bool(valid.all())
+    kept = torch.ones(rows, length, dtype=torch.bool) if valid is None else valid
     if batch.get("tree") is not None:
-        return _of_tree(batch, rows, length, num_ranks)
-    valid, offsets = _valid(batch.get("attention_mask"), rows, length), _offsets(batch, rows, length)
-    padded = None if valid is None or valid.all() else valid
-    restarts, skips = _steps(batch.get("position_ids"), rows, length)
-    changes, starts = torch.zeros(2, rows, length, dtype=torch.bool)
+        return _of_tree(batch, rows, length, num_ranks, padded)
+    given = _offsets(batch, rows, length)
+    if batch.get("position_ids") is not None:
+        given["position_ids"], skips = _steps(batch["position_ids"], rows, length)
     if batch.get("seq_idx") is not None:
-        changes[:, 1:] = of_tokens("seq_idx", batch["seq_idx"], (rows, length)).diff(dim=-1) != 0
-    starts[:, 0] = True
-    if offsets is not None:
-        if padded is not None:
-            raise ValueError("the batch has padding in attention_mask, and cu_seq_lens_q; leave one of them out")
-        starts.view(-1)[offsets] = True
-        if restarts is not None:
-            restarts[:, 0] = True
-            _refuse_at(starts != restarts, "cu_seq_lens_q and position_ids tell different documents; leave one out")
-    elif padded is not None:
-        inside = padded & torch.nn.functional.pad(padded, (1, -1))
-        starts = padded & ~inside
-        if restarts is not None:
-            _refuse_at(restarts & inside, "position_ids start anew in a padded row; a packed batch has no padding")
-    elif restarts is not None:
-        if valid is None:
-            text = "position_ids skip numbers, where a document may start or go on; pass an attention_mask of ones if "
-            _refuse_at(skips, text + "each row is one document, or cu_seq_lens_q")
-        starts |= restarts
-    else:
-        starts |= changes
-    kept = torch.ones_like(starts) if padded is None else padded
-    _refuse_at(changes & ~starts & kept, "seq_idx changes where no document starts by the rest of the batch")
-    first, keep = starts[kept], None if padded is None else padded.flatten().nonzero().flatten()
-    added = max(0, num_ranks - len(first))
-    cu_seqlens = np.append(np.flatnonzero(first), np.arange(len(first), len(first) + added + 1))
+        index = of_tokens("seq_idx", batch["seq_idx"], (rows, length))
+        given["seq_idx"] = pad(index.diff(dim=-1) != 0, (1, 0))
+    first = "attention_mask" if padded else next(iter(given), "")
+    starts = kept & ~pad(kept, (1, -1))
+    if first in given:
+        starts |= given[first]
+    for name, x in given.items():
+        # Positions may go on where seq_idx changes, but not where offsets say that a document starts.
+        other = x ^ starts if (first, name) == ("cu_seq_lens_q", "position_ids") else x & ~starts
+        other = pad(other[:, 1:], (1, 0))
+        _refuse_at(other & kept, f"{first} and {name} tell different documents; leave one of them out")
+    if valid is None and first == "position_ids":
+        text = "position_ids skip numbers, where a document may start or go on; pass an attention_mask of ones if each "
+        _refuse_at(skips, text + "row is one document, or cu_seq_lens_q")
+    begins, keep = starts[kept], kept.flatten().nonzero().flatten() if padded else None
+    added = max(0, num_ranks - len(begins))
+    cu_seqlens = np.append(np.flatnonzero(begins), np.arange(len(begins), len(begins) + added + 1))
     return Documents(rows, length, keep, cu_seqlens, added)
 
 
-def _of_tree(batch: Batch, rows: int, length: int, num_ranks: int) -> Documents:
+def _of_tree(batch: Batch, rows: int, length: int, num_ranks: int, padded: bool) -> Documents:
     """The documents of a batch with a tree."""
     tree, others = batch["tree"], [name for name in (*DESCRIPTIONS, "position_ids") if batch.get(name) is not None]
-    if not isinstance(tree, spanwise.TokenTree):
-        raise ValueError(f"tree must be a spanwise.TokenTree, got a {type(tree).__name__}")
-    if rows != 1 or tree.num_tokens != length:
-        what = f"the tree has {tree.num_tokens} tokens, the batch {rows} rows of {length}"
-        raise ValueError(f"{what}; give the tree's tokens in one row: TokenTree.pack joins several trees")
-    mask = _valid(batch.get("attention_mask"), rows, length)
-    if others or (mask is not None and not mask.all()):
+    if not isinstance(tree, spanwise.TokenTree) or rows != 1 or tree.num_tokens != length:
+        got = f"one of {tree.num_tokens} tokens" if isinstance(tree, spanwise.TokenTree) else f"a {type(tree).__name__}"
+        raise ValueError(
+            f"tree must be a spanwise.TokenTree of the batch's {rows} rows of {length} tokens, in one row, got {got}; "
+            f"TokenTree.pack joins several trees"
+        )
+    if others or padded:
         raise ValueError(f"the batch has a tree and {others or 'padding'}; the tree alone tells positions and masks")
     added = max(0, num_ranks - length)
     if added:
@@ -203,39 +186,37 @@ def _valid(mask: Any, rows: int, length: int) -> torch.Tensor | None:
     valid = mask.bool()
     if not (mask == valid).all() or not valid.any():
         raise ValueError(f"attention_mask must hold 0 and 1, and a token, got {mask.unique().tolist()[:8]}")
-    begins = valid & ~torch.nn.functional.pad(valid, (1, -1))
+    begins = valid & ~pad(valid, (1, -1))
     _refuse_at(begins & (begins.cumsum(1) > 1), "attention_mask has padding between tokens of a row, not at its ends")
     return valid
 
 
-def _offsets(batch: Batch, rows: int, length: int) -> torch.Tensor | None:
-    """Starts of documents by ``cu_seq_lens_q``, without empty ones; None without it."""
+def _offsets(batch: Batch, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """bool ``[B, S]``, where documents start by ``cu_seq_lens_q``, under this name; empty without it."""
     given = [batch.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     offsets, keys = (None if x is None else torch.as_tensor(x).detach().flatten().long().cpu() for x in given)
     if keys is not None and (offsets is None or not torch.equal(offsets, keys)):
         raise ValueError("cu_seq_lens_k is not cu_seq_lens_q, and documents read themselves; pass cu_seq_lens_q alone")
     if offsets is None:
-        return None
+        return {}
     held, total = offsets.tolist(), rows * length
     if not {*range(0, total, length)} <= {*held} or held != sorted(held) or (held[0], held[-1]) != (0, total):
         raise ValueError(f"cu_seq_lens_q must ascend from 0 to all {total} tokens by each row's start, got {held[:16]}")
-    return offsets[:-1][offsets.diff() > 0]
+    return {"cu_seq_lens_q": torch.zeros(total + 1).bool().index_fill_(0, offsets, True)[:-1].view(rows, length)}
 
 
-def _steps(positions: torch.Tensor | None, rows: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """bool ``[B, S]`` each: where positions start anew, or None where they do not tell, and where they skip numbers."""
-    if positions is None:
-        return None, torch.zeros(rows, length, dtype=torch.bool)
+def _steps(positions: torch.Tensor, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool ``[B, S]`` each: where positions start anew, and where they skip numbers."""
     shapes = [(*front, many, length) for front in ((), (3,), (4,)) for many in (rows, 1)]
     positions = of_tokens("position_ids", positions, *shapes, meaning=", [3, B, S] or [4, B, S]").long()
     # The tokens of an image have positions along time, height and width, of which one grows from each to the next. The
     # first of three never falls in a document. Frames of a video may share a time: only a 0 in all three starts anew.
     along = positions[None] if positions.dim() == 2 else positions[: 3 if len(positions) == 3 else 1]
-    steps = torch.nn.functional.pad(along.diff(dim=-1), (1, 0), value=1)
+    steps = pad(along.diff(dim=-1), (1, 0), value=1)
     restarts = (steps < 1).all(0)
     if len(along) == 3:
         restarts &= (steps[0] < 0) | (along == 0).all(0)
-    return restarts.expand(rows, -1).clone(), (steps[0] > 1).expand(rows, -1) & (len(along) == 1)
+    return restarts.expand(rows, -1), (steps[0] > 1).expand(rows, -1) & (len(along) == 1)
 
 
 def share_prefixes(batch: Batch) -> dict[str, Any]:
@@ -278,5 +259,67 @@ def share_prefixes(batch: Batch) -> dict[str, Any]:
         raise ValueError("labels must be the tokens of input_ids or -100: sequences that share a token share its label")
     valid[documents.cu_seqlens[:-1]] = False  # nothing predicts a first token
     weights = torch.from_numpy(found.weights([valid[run] for run in runs])).to(ids.device, torch.float32)[None]
-    labels = ids.masked_fill(weights == 0, -100)
-    return {**rest, "input_ids": ids, "labels": labels, "label_weights": weights, "tree": found.tree}
+    return {
+        **rest, "input_ids": ids, "tree": found.tree, "labels": ids.masked_fill(weights == 0, -100),
+        "label_weights": weights,
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedBatch:
+    """This rank's part of a batch. No pytree, and no dataclass to others: FSDP2 copies and casts these in arguments."""
+
+    plan: spanwise.RankPlan
+    layout: Layout
+    names: Mapping[str, str]  # the plan's mask for each kind of the model's layers
+    documents: Documents  # of the whole batch
+    positions: torch.Tensor  # int64 [1, T], of this rank's tokens in their documents
+    last: torch.Tensor  # int64 [1], the largest position of all ranks
+    blocks: bool  # whether masks may hold tokens that read each other in both directions
+    edges: spanwise.TreeEdges | None = None  # of a tree, the labels that this rank's tokens predict
+    weights: torch.Tensor | None = None  # of these labels
+    route: RecurrenceRoute | None = None  # how layers that carry a state pass it on; None where the model has none
+    there: spanwise.RelayoutRoute | None = None  # from the layout of attention to that of these layers, if it differs
+    back: spanwise.RelayoutRoute | None = None
+    # Losses over all ranks, and how often each was changed in place when it was returned.
+    losses: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list, compare=False)
+    reached: list[bool] = dataclasses.field(default_factory=list, compare=False)  # not empty once a decoder was called
+
+    def __deepcopy__(self, memo: Any) -> PlannedBatch:
+        return self
+
+
+del PlannedBatch.__dataclass_fields__  # what FSDP2 knows dataclasses by
+
+
+def shard(planned: PlannedBatch, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """This rank's tokens of `x` ``[…, B, S, …]`` of the whole batch, whose rows are dim `dim`: ``[…, 1, T, …]``."""
+    return spanwise.shard(planned.plan, x=planned.documents.flat(x, dim), dim=dim + 1)
+
+
+# Attention of a planned batch gets an empty mask of four dims, which transformers hands through as it is. Of an unmade
+# one, of two dims, the registered mask function makes one that names the kind that the model asked for.
+UNMADE, UNKNOWN, OTHER = "no kind yet", "an unknown kind", "another kind"  # …; not looked at; none of `masks.KINDS`
+
+
+def empty_mask(device: torch.device, planned: PlannedBatch | None = None, kind: str = UNMADE) -> torch.Tensor:
+    """A mask that stands for the plan's, and names a kind in eager code. No other mask is empty."""
+    mask = torch.ones((1, 0) if kind == UNMADE else (1, 1, 0, 0), dtype=torch.bool, device=device)
+    return marked(mask, planned, kind)
+
+
+def marked(x: torch.Tensor, planned: PlannedBatch | None, kind: str = "") -> torch.Tensor:
+    """`x`, an input of a model, from which `planned_of` gets the batch also where the model drops keywords."""
+    if not torch.compiler.is_compiling():
+        x._spanwise_planned, x._spanwise_kind = planned, kind  # type: ignore[attr-defined]
+    return x
+
+
+def kind_of(mask: Any) -> str | None:
+    """The kind that an `empty_mask` names, unknown in compiled code and for views; None for other masks."""
+    return getattr(mask, "_spanwise_kind", UNKNOWN) if isinstance(mask, torch.Tensor) and mask.numel() == 0 else None
+
+
+def planned_of(mask: Any) -> PlannedBatch | None:
+    """The batch of a `marked` tensor; None for others, in compiled code, and where the model made a view."""
+    return getattr(mask, "_spanwise_planned", None)
