@@ -292,17 +292,6 @@ def assume_symbols(size: Any, numbers: int | Mapping[str, int]) -> int:
     return int(expression.subs({symbol: known[str(symbol)] for symbol in expression.free_symbols}))
 
 
-def low_contention_collectives() -> tuple[OpOverload, OpOverload]:
-    """All-gather and reduce-scatter by copy engines over symmetric memory, on a stream of their own.
-
-    They return before their end and are waited for by ``wait_tensor``, as functional collectives are.
-    """
-    import torch.distributed._symmetric_memory  # registers them
-
-    names = torch.ops.symm_mem
-    return names._low_contention_all_gather.default, names._low_contention_reduce_scatter.default
-
-
 def dump_graph(gm: torch.fx.GraphModule, keep: Sequence[str]) -> bytes:
     """Pickle a graph with these entries of its nodes' metadata and without tensor data."""
     from torch.fx._graph_pickler import GraphPickler, Options

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +13,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from spanwise import H100, overlap
+from spanwise import overlap
 from spanwise.overlap import _torch
-from spanwise.overlap.costs.roofline import CostModel, node_flops
+from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.fx import operators
-from spanwise.overlap.fx.capture import capture
 from spanwise.overlap.fx.operators import operator_name
-from tests.overlap.split.test_choose import LLAMA
 
 ATEN, OPS = torch.ops.aten, _torch.functional_collectives
 RANKS = 2
@@ -209,27 +205,6 @@ def test_values_that_cannot_be_made_are_errors() -> None:
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("cost", "text"),
-    [
-        (lambda node: math.nan, "got nan ms"),
-        (lambda node: -1.0, r"got -1\.0 ms"),
-        (lambda node: math.inf, "got inf ms"),
-        (lambda node: {}[node.name], "its cost is not known: KeyError"),
-        ({"mm": 1.0}, "not in the table|its cost is not known"),
-    ],
-)
-def test_costs_that_are_none_are_refused(cost: Any, text: str) -> None:
-    with pytest.raises(overlap.GraphError, match=text):
-        overlap.graph_pass(cost=cost)(traced(), inputs())
-
-
-def test_a_budget_that_cannot_hold_is_refused() -> None:
-    gm = traced()
-    with pytest.raises(ValueError, match="takes 16 bytes at its peak: the graph's own takes .* the least"):
-        overlap.graph_pass(cost=costs, memory_budget=16)(gm, inputs())
-
-
 def test_wrong_options_and_things_that_are_no_graphs_are_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
         overlap.graph_pass(cost=costs, budget=3)
@@ -304,15 +279,3 @@ def test_fake_ranks_do_not_compare() -> None:
         assert len(new(*inputs())) == 3
     finally:
         dist.destroy_process_group()
-
-
-def test_collectives_may_be_cut(results: list[overlap.Result]) -> None:
-    graphs = capture(dataclasses.replace(LLAMA, vocab=None))
-    cost = CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
-    made = overlap.graph_pass(cost=cost, split=True, on_result=results.append)(graphs.forward, ())
-    made.graph.lint()
-    assert results[0].split is not None and results[0].split.is_cut
-    starts = sum(node.target in operators.STARTS for node in made.graph.nodes)
-    assert starts == len(results[0].timeline.dag.starts)
-    assert len(results[0].given.starts) > len(results[0].before.dag.starts)
-    assert results[0].timeline.makespan < results[0].split.unsplit

@@ -79,9 +79,9 @@ def test_ranks_that_measure_different_times_have_one_table(gloo_pool: GlooPool, 
     # Odd ones took rank 0 longer, even ones rank 1.
     assert sorted(first[0][0].values()) == [100 * i + (1 if i % 2 == 0 else 10) for i in range(1, calls[0] + 1)]
     assert (tmp_path / "1.json").read_bytes() == (tmp_path / "0.json").read_bytes()
-    of_groups, of_device = sorted(json.loads((tmp_path / "0.json").read_text())["ms"].items(), key=lambda x: -len(x[0]))
-    assert "2 ranks" in of_groups[0] and all(key.endswith("over +0, +1") for key in of_groups[1])
-    assert not any(" over " in key for key in of_device[1])
+    keys = list(json.loads((tmp_path / "0.json").read_text()))
+    assert all(("2 ranks" in key) == key.endswith("over +0, +1") for key in keys)
+    assert 0 < sum("2 ranks" in key for key in keys) < len(keys)
 
 
 def clocked(rank: int, mesh: DeviceMesh) -> Any:

@@ -9,7 +9,6 @@ Point to point in torch 2.13: ``permute_tensor`` is an all-to-all and moves like
 and ``c10d::recv_`` are barriers. ``_dtensor::shard_dim_alltoall`` waits by itself.
 
 Copies into and out of buckets (``bucketing::``, ``fsdp::``) are compute with the writes of their schemas.
-``symm_mem::_low_contention_*`` start collectives; all else of that namespace is a barrier.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from spanwise.overlap.dag import GraphError
 
 _ops = _torch.functional_collectives
 _autograd = _torch.autograd_collectives
-_low_contention = _torch.low_contention_collectives()
 
 # Operators by kind of collective; each starts one and returns before its end.
 ALL_GATHER = frozenset({
     _ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default,
-    _ops.all_gather_into_tensor_coalesced.default, _autograd.all_gather_into_tensor.default, _low_contention[0]
+    _ops.all_gather_into_tensor_coalesced.default, _autograd.all_gather_into_tensor.default
 })  # fmt: skip
 REDUCE_SCATTER = frozenset({
     _ops.reduce_scatter_tensor.default, _ops.reduce_scatter_tensor_out.default,
-    _ops.reduce_scatter_tensor_coalesced.default, _autograd.reduce_scatter_tensor.default, _low_contention[1]
+    _ops.reduce_scatter_tensor_coalesced.default, _autograd.reduce_scatter_tensor.default
 })  # fmt: skip
 ALL_REDUCE = frozenset({
     _ops.all_reduce.default, _ops.all_reduce_.default, _ops.all_reduce_coalesced.default,
