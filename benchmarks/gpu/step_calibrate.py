@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.campaign import write_row
 from benchmarks.gpu.clock import device_of
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, write_row
 from spanwise.attention.kernels.table import resolve
 from spanwise.calibrate.compute import copy_rate, matmul_rate, time_attention
 from spanwise.calibrate.fit import fit_attention

@@ -10,8 +10,7 @@ import subprocess
 
 import torch
 
-from benchmarks.gpu.campaign import write_row
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, write_row
 
 PACKAGES = ("spanwise", "numpy", "numba", "triton", "pytest", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.calls import call_of_a_rank
-from benchmarks.gpu.campaign import attempt
 from benchmarks.gpu.clock import HEAD_DIM, HEADS, device_of, host_seconds, masks, medians
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, attempt
 from spanwise import _torch
 
 LAYERS, RANKS = 4, 8

@@ -9,9 +9,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.gpu.calls import allocated, call_of_a_rank
-from benchmarks.gpu.campaign import attempt
 from benchmarks.gpu.clock import device_of, masks, medians
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, attempt
 from spanwise import SpanMask
 
 

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import spanwise
-from benchmarks.gpu.campaign import write_row
 from benchmarks.gpu.clock import device_of, medians
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, write_row
 from spanwise import _torch, overlap
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3.5e-2}

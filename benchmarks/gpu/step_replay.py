@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.calls import allocated, call_of_a_rank
-from benchmarks.gpu.campaign import Row, attempt
 from benchmarks.gpu.clock import device_of, host_seconds, masks, medians, one_device
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, Row, attempt
 
 RANKS = 8
 

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.gpu.calls import call_of_a_rank
-from benchmarks.gpu.campaign import attempt
 from benchmarks.gpu.clock import device_of
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, attempt
 from spanwise import SpanMask
 
 EXCHANGES = {"needed": {"stages": 2}, "all_gather": {}, "ring": {}, "ulysses": {}, "hierarchical": {}}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.campaign import write_row
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, write_row
 
 _STATUS = {"passed": "ok", "failed": "failed", "skipped": "skipped"}
 

@@ -10,9 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.calls import call_of_a_rank
-from benchmarks.gpu.campaign import attempt, write_row
 from benchmarks.gpu.clock import device_of, masks
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, attempt, write_row
 
 Interval = tuple[float, float]
 

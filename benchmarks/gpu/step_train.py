@@ -8,8 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.campaign import write_row
-from benchmarks.gpu.steps import Context
+from benchmarks.gpu.rows import Context, write_row
 
 
 def run(context: Context) -> None:

@@ -1,13 +1,12 @@
 """Cells of work on the ranks of a process group, all on one device, where a bad cell costs that cell alone.
 
-A cell is a dict; a function in a module turns it into figures on each rank. After a cell the ranks tell one another how
-it went. Alike on all: the world goes on. Otherwise a rank may be stuck in a collective, so the processes end and a new
-world begins at the next cell. A cell that takes too long, or that ends a process, counts as failed in the same way.
+A cell is a dict; a function in a module turns it into figures on each rank. Ranks tell one another how a cell ended. If
+all ended alike the world goes on; otherwise a rank may be stuck in a collective, so the processes end, and a new world
+begins at the next cell. A cell that takes too long, or that ends a process, counts as failed in the same way.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import multiprocessing
@@ -24,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.gpu.campaign import Row, read_rows, write_row
+from benchmarks.gpu.rows import Row, read_rows, write_row
 
 _GRACE = 8.0  # seconds for the other ranks, once one has ended or is late
 _PERIOD = 0.05
-_APART = 3  # exit code of ranks that ended a cell and cannot go on together
 
 
 class NotPossible(Exception):
@@ -40,14 +38,9 @@ class World:
     """Ranks that share one device.
 
     Attributes:
-        size: number of ranks.
-        backend: of `torch.distributed`.
         device: "cpu" or "cuda".
-        module: where the function is; it is imported by each rank.
-        function: ``function(cell, rank)`` returns figures; the row of a cell has the largest of all ranks.
+        module, function: ``function(cell, rank)`` returns figures; the row of a cell has the largest of all ranks.
         cell_seconds: limit of a cell; the first ones may compile.
-        start: "spawn"; or "forkserver", where worlds begin at once, forked from a process that has imported the module.
-            An import may ask the driver for devices, after which a fork cannot use CUDA: so not for CUDA.
     """
 
     size: int
@@ -56,7 +49,6 @@ class World:
     module: str
     function: str
     cell_seconds: float = 60.0
-    start: str = "spawn"
 
     def run(self, cells: Sequence[Row], rows: Path, until: float) -> None:
         """Run all cells and write a row for each; those for which no time is left (`time.monotonic`) are skipped."""
@@ -66,62 +58,48 @@ class World:
                 for cell in cells[first:]:
                     write_row(rows, **cell, status="skipped", error="no time was left")
                 return
-            first = self._begin(cells, first, rows, until)
+            found, why = self._begin(cells[first:], until)
+            for cell, of_ranks in zip(cells[first:], found, strict=False):
+                write_row(rows, **cell, **_joined(of_ranks))
+            first += len(found)
+            if why and first < len(cells) and time.monotonic() < until:
+                write_row(rows, **cells[first], status="failed", error=why)
+                first += 1
 
-    def _begin(self, cells: Sequence[Row], first: int, rows: Path, until: float) -> int:
-        """Run cells from `first` in new processes until they end; returns the number of the next cell."""
+    def _begin(self, cells: Sequence[Row], until: float) -> tuple[list[tuple[Row, ...]], str]:
+        """Rows of all ranks for the cells that new processes end; and why the next cell has none."""
         with tempfile.TemporaryDirectory(prefix="spanwise-world-") as folder:
-            context = multiprocessing.get_context(self.start)
-            if self.start == "forkserver":
-                context.set_forkserver_preload([self.module, "torch._dynamo"])
-            arguments = [(self, rank, list(cells), first, folder) for rank in range(self.size)]
-            ranks = [context.Process(target=_rank, args=given, daemon=True) for given in arguments]
+            context = multiprocessing.get_context("spawn")
+            ranks = [
+                context.Process(target=_rank, args=(self, rank, list(cells), folder), daemon=True)
+                for rank in range(self.size)
+            ]
+            files = [Path(folder, f"rank-{rank}") for rank in range(self.size)]
             for rank in ranks:
                 rank.start()
-            files = [Path(folder, f"rank-{rank}") for rank in range(self.size)]
             try:
-                error = self._watch(ranks, files, len(cells) - first, until)
+                why = self._watch(ranks, files, until)
             finally:
                 for rank in ranks:
                     rank.kill()
-                for rank in ranks:
                     rank.join()
-            found = [read_rows(file) for file in files]
-        done = min(map(len, found))
-        for i in range(done):
-            write_row(rows, **cells[first + i], **_joined([of_rank[i] for of_rank in found]))
-        if first + done == len(cells):
-            return first + done
-        if time.monotonic() >= until:
-            return first + done  # `run` skips the rest
-        if error:
-            write_row(rows, **cells[first + done], status="failed", error=error)
-            return first + done + 1
-        return max(first + done, first + 1)
+            return list(zip(*map(read_rows, files), strict=False)), why
 
-    def _watch(self, ranks: Sequence[BaseProcess], files: Sequence[Path], num_cells: int, until: float) -> str:
-        """Wait for the processes; returns why the next cell has no row, "" if every rank wrote as many."""
+    def _watch(self, ranks: Sequence[BaseProcess], files: Sequence[Path], until: float) -> str:
+        """Wait for the processes; returns why they ended before a cell, "" if every rank wrote as many rows."""
         begin, seen, late = time.monotonic(), -1, 0.0
         while any(rank.is_alive() for rank in ranks):
             time.sleep(_PERIOD)
-            now, counts = time.monotonic(), [len(read_rows(file)) for file in files]
-            if min(counts) == max(counts) and any(rank.exitcode == _APART for rank in ranks):
-                return ""
-            if min(counts) != seen:
-                begin, seen = now, min(counts)
-            dead = [i for i, rank in enumerate(ranks) if not rank.is_alive()]
-            late = (late or now) if dead and seen < num_cells else 0.0
-            if now >= until:
-                return "no time was left"
-            if now > begin + self.cell_seconds or (late and now > late + _GRACE):
-                stuck = [i for i, rank in enumerate(ranks) if rank.is_alive()]
-                return f"ranks {stuck} did not end the cell within {now - begin:.0f} s" + _codes(ranks)
-        counts = [len(read_rows(file)) for file in files]
-        return "" if min(counts) == max(counts) and min(counts) > 0 else f"processes ended in the cell{_codes(ranks)}"
-
-
-def _codes(ranks: Sequence[BaseProcess]) -> str:
-    return ", exit codes " + ", ".join(str(rank.exitcode) for rank in ranks)
+            now, done = time.monotonic(), min(len(read_rows(file)) for file in files)
+            if done != seen:
+                begin, seen = now, done
+            late = (late or now) if not all(rank.is_alive() for rank in ranks) else 0.0
+            if now > min(until, begin + self.cell_seconds) or (late and now > late + _GRACE):
+                break
+        counts = {len(read_rows(file)) for file in files}
+        if len(counts) == 1 and counts != {0}:
+            return ""
+        return f"the ranks ended with {[rank.exitcode for rank in ranks]} after {time.monotonic() - begin:.0f} s"
 
 
 def _joined(of_ranks: Sequence[Row]) -> Row:
@@ -129,10 +107,7 @@ def _joined(of_ranks: Sequence[Row]) -> Row:
     for status in ("failed", "not possible"):
         for rank, row in enumerate(of_ranks):
             if row["status"] == status:
-                return {
-                    "status": status,
-                    "error": f"rank {rank}: {row['error']}" if len(of_ranks) > 1 else row["error"],
-                }
+                return {"status": status, "error": f"rank {rank}: {row['error']}"}
     joined = dict(of_ranks[0])
     for name, value in joined.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -142,12 +117,7 @@ def _joined(of_ranks: Sequence[Row]) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """A rank of a world.
-
-    Attributes:
-        mesh: 1-D, over all ranks.
-        levels: ``(size // 2, 2)``; None in a world of an odd size.
-    """
+    """A rank of a world: `mesh` over all ranks, and `levels` of ``(size // 2, 2)``, None for an odd size."""
 
     world: World
     rank: int
@@ -156,7 +126,7 @@ class Here:
     levels: DeviceMesh | None
 
 
-def _rank(world: World, rank: int, cells: Sequence[Row], first: int, folder: str) -> None:
+def _rank(world: World, rank: int, cells: Sequence[Row], folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", world.size)
     if world.device == "cuda":
         torch.cuda.set_device(0)
@@ -167,22 +137,22 @@ def _rank(world: World, rank: int, cells: Sequence[Row], first: int, folder: str
         timeout=timedelta(seconds=world.cell_seconds),
     )  # fmt: skip
     mesh = _mesh(world, (world.size,), ("cp",))
-    levels = None
-    if world.size % 2 == 0:
-        levels = _mesh(world, (world.size // 2, 2), ("outer", "inner"))
-    here = Here(
-        world, rank, torch.device(world.device, 0) if world.device == "cuda" else torch.device("cpu"), mesh, levels
-    )
+    levels = _mesh(world, (world.size // 2, 2), ("outer", "inner")) if world.size % 2 == 0 else None
+    here = Here(world, rank, torch.device(world.device, 0 if world.device == "cuda" else None), mesh, levels)
     function = getattr(importlib.import_module(world.module), world.function)
     heard = dist.PrefixStore("cells", store)
-    for number, cell in enumerate(cells[first:]):
+    for number, cell in enumerate(cells):
         result = _result(function, cell, here)
-        alike = _compare(heard, number, rank, world.size, result)
+        heard.set(f"{number}/{rank}", result["status"])
+        try:
+            heard.wait([f"{number}/{other}" for other in range(world.size)], timedelta(seconds=_GRACE))
+            alike = len({heard.get(f"{number}/{other}") for other in range(world.size)}) == 1
+        except RuntimeError:  # a rank is late
+            alike = False
         write_row(Path(folder, f"rank-{rank}"), **result)
         if not alike or "CUDA error" in result.get("error", ""):
-            os._exit(_APART)  # collectives may be under way, and an orderly exit would wait for them
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+            break
+    os._exit(0)  # collectives may be under way, and an orderly exit would wait for them
 
 
 def _mesh(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -204,13 +174,3 @@ def _result(function: Any, cell: Row, here: Here) -> Row:
         text = (str(error).strip().split("\n") or [""])[0]
         return {"status": "failed", "error": f"{type(error).__name__}: {text}"[:500]}
     return {"status": "ok", "seconds": round(time.monotonic() - begin, 3), **found}
-
-
-def _compare(store: dist.Store, number: int, rank: int, size: int, result: Row) -> bool:
-    """Whether the cell ended alike on all ranks; False also where one is not heard of in time."""
-    store.set(f"{number}/{rank}", result["status"])
-    try:
-        store.wait([f"{number}/{other}" for other in range(size)], timedelta(seconds=_GRACE))
-    except RuntimeError:
-        return False
-    return len({store.get(f"{number}/{other}") for other in range(size)}) == 1

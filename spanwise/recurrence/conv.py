@@ -130,17 +130,13 @@ def _checked(
     if weight.dim() == 3 and weight.shape[1] == 1:
         weight = weight.squeeze(1)
     if weight.dim() != 2 or x.dim() not in (2, 3) or x.shape[-1] != weight.shape[0]:
-        raise ValueError(
-            f"causal_conv needs x [B, T, channels] or [T, channels] and weight [channels, width], got x "
-            f"{tuple(x.shape)} and weight {tuple(weight.shape)}"
-        )
+        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        raise ValueError(f"causal_conv needs x [B, T, channels] or [T, channels] and [channels, width], got {shapes}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have shape [{weight.shape[0]}], got {tuple(bias.shape)}")
     if not 1 <= weight.shape[1] <= route.conv_width:
-        raise ValueError(
-            f"the route is for convolutions of width 1 to {route.conv_width}, got a weight of width "
-            f"{weight.shape[1]}; give recurrence_route conv_width={weight.shape[1]}"
-        )
+        width = weight.shape[1]
+        raise ValueError(f"the route is for widths to {route.conv_width}; give recurrence_route conv_width={width}")
     if not x.is_floating_point():
         raise ValueError(f"causal_conv takes floating-point tensors, got {x.dtype}")
     return weight

@@ -164,21 +164,16 @@ def _check(
 ) -> None:  # fmt: skip
     """``ValueError`` for what one rank can see to be wrong."""
     if v.dim() not in (3, 4) or q.dim() != v.dim() or k.dim() != v.dim():
-        raise ValueError(
-            f"q, k and v must be [B, T, heads, dim] or [T, heads, dim] alike, got {tuple(q.shape)}, {tuple(k.shape)} "
-            f"and {tuple(v.shape)}"
-        )
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        raise ValueError(f"q, k and v must be [B, T, heads, dim] or [T, heads, dim] alike, got {shapes}")
     heads, keys = v.shape[-2], k.shape[-1]
     if q.shape[-1] != keys or any(x.shape[-2] < 1 or heads % x.shape[-2] for x in (q, k)):
-        raise ValueError(
-            f"q and k need one head dim, and their heads must divide the {heads} heads of v; got q {tuple(q.shape)} "
-            f"and k {tuple(k.shape)}"
-        )
+        shapes = [tuple(x.shape) for x in (q, k)]
+        raise ValueError(f"q and k need one head dim, and their heads must divide the {heads} of v; got {shapes}")
     tokens = tuple(v.shape[:-1])
     if tuple(log_decay.shape) not in ((heads,), tokens, (*tokens, keys)):
-        raise ValueError(
-            f"log_decay must have shape {(heads,)}, {tokens} or {(*tokens, keys)}, got {tuple(log_decay.shape)}"
-        )
+        shapes = [(heads,), tokens, (*tokens, keys)]
+        raise ValueError(f"log_decay must have shape of one of {shapes}, got {tuple(log_decay.shape)}")
     if beta is not None and tuple(beta.shape) != tokens:
         raise ValueError(f"beta must have shape {tokens}, got {tuple(beta.shape)}")
     for name, x in (("q", q), ("k", k), ("v", v), ("log_decay", log_decay), ("beta", beta)):
@@ -187,9 +182,7 @@ def _check(
         if x.device != v.device or x.device != route.tokens.device:
             raise ValueError(f"{name} is on {x.device}, v on {v.device}, the route on {route.tokens.device}")
         if not x.is_floating_point() or (x.dtype == torch.float64) != (v.dtype == torch.float64):
-            raise ValueError(
-                f"all tensors must be floating point, float64 all or none; {name} is {x.dtype}, v {v.dtype}"
-            )
+            raise ValueError(f"tensors must be floating point, float64 all or none; {name} is {x.dtype}, v {v.dtype}")
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise ValueError("scale is a number and gets no gradient; multiply q by a scale that is learned")
     if scale is not None:
@@ -205,10 +198,7 @@ def _initial(
     if not flat:
         wanted = (batch, *wanted)
     if initial.shape != wanted:
-        raise ValueError(
-            f"initial must have shape {wanted}, one state for each document that starts on this rank, got "
-            f"{tuple(initial.shape)}"
-        )
+        raise ValueError(f"initial must have shape {wanted}, a state for each start, got {tuple(initial.shape)}")
     if initial.dtype != dtype:
-        raise ValueError(f"initial must be {dtype}, the dtype of states of {v.dtype} values, got {initial.dtype}")
+        raise ValueError(f"initial must be {dtype} for {v.dtype} values, got {initial.dtype}")
     return initial if flat else initial.transpose(0, 1).flatten(1, 2)

@@ -101,10 +101,8 @@ def relayout(
         route = relayout_route(from_plan, to_plan, mesh, x.device)
     dim = check_dim(x, dim)
     if x.shape[dim] != route.before.shape[0]:
-        raise ValueError(
-            f"dim {dim} must have rank {route.rank}'s {route.before.shape[0]} tokens, got a tensor of shape "
-            f"{tuple(x.shape)}"
-        )
+        tokens = f"rank {route.rank}'s {route.before.shape[0]} tokens"
+        raise ValueError(f"dim {dim} must have {tokens}, got a tensor of shape {tuple(x.shape)}")
     if route.num_ranks == 1:
         return x
     assert route.mesh is not None
@@ -144,12 +142,10 @@ def relayout_route(
     torch.Size([8, 0])
     """
     if torch.compiler.is_compiling():
-        raise ValueError("plans were given inside a compiled region; call relayout_route outside and pass the result")
+        raise ValueError("call relayout_route outside of compiled code, and pass the result")
     sizes = [(plan.seq_len, plan.num_ranks) for plan in (from_plan, to_plan)]
     if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"plans of one sequence are needed: from_plan has (seq_len, num_ranks) = {sizes[0]}, to_plan {sizes[1]}"
-        )
+        raise ValueError(f"plans differ: from_plan has (seq_len, num_ranks) = {sizes[0]}, to_plan {sizes[1]}")
     rank = rank_on(mesh, from_plan.num_ranks)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     prints = f"{from_plan.fingerprint} to {to_plan.fingerprint}"

@@ -169,7 +169,7 @@ def recurrence_route(
     [0, 1]
     """
     if torch.compiler.is_compiling():
-        raise ValueError("a plan was given inside a compiled region; call recurrence_route outside and pass the result")
+        raise ValueError("call recurrence_route outside of compiled code, and pass the result")
     packings, rank = _documents(plan, cu_seqlens), rank_on(mesh, plan.num_ranks)
     conv_width = check_positive(conv_width, "conv_width")
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
@@ -190,9 +190,7 @@ def recurrence_route(
 def _documents(plan: Plan, cu_seqlens: Any) -> list[Packing]:
     """The documents of each batch row; one entry serves all."""
     if not isinstance(plan, Plan):
-        raise ValueError(
-            f"recurrence_route needs the Plan, which knows the runs of every rank, got a {type(plan).__name__}"
-        )
+        raise ValueError(f"recurrence_route needs the Plan, got a {type(plan).__name__}")
     if plan.kv_layout != plan.layout:
         raise ValueError("a layer with a state runs along one sequence; the plan is for cross attention")
     if cu_seqlens is None:

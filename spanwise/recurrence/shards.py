@@ -19,10 +19,7 @@ def check_route(route: RecurrenceRoute, tensors: Mapping[str, torch.Tensor | Non
         raise ValueError(f"route must come from recurrence_route(plan, mesh), got a {type(route).__name__}")
     for name, x in tensors.items():
         if isinstance(x, DTensor):
-            raise ValueError(
-                f"layers with a state take plain tensors, {name} is a DTensor with placements {x.placements}; give "
-                f"whole heads or channels by {name}.to_local(), or leave the layer out of tensor parallelism"
-            )
+            raise ValueError(f"{name} is a DTensor {x.placements}; give whole heads or channels by {name}.to_local()")
 
 
 def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -> torch.Tensor:
@@ -32,20 +29,15 @@ def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -
     """
     before = x.dim() - features
     if before not in (1, 2) or x.shape[before - 1] != route.tokens.shape[0]:
-        raise ValueError(
-            f"{name} must be [B, T, …] or [T, …] with rank {route.rank}'s {route.tokens.shape[0]} tokens and "
-            f"{features} dims after them, got shape {tuple(x.shape)}"
-        )
+        tokens = f"rank {route.rank}'s {route.tokens.shape[0]} tokens"
+        raise ValueError(f"{name} must be {tokens} and {features} dims after them, got shape {tuple(x.shape)}")
     fix_sizes(*x.shape[before:])
     if before == 1:
         x = x.unsqueeze(0)
     if route.rows == 1:
         return x.transpose(0, 1)
     if x.shape[0] != route.rows:
-        raise ValueError(
-            f"the route has layouts or documents of {route.rows} batch rows, so {name} needs a batch dim of that "
-            f"size; got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"{name} must have a batch dim of {route.rows}, as the route, got shape {tuple(x.shape)}")
     return x.flatten(0, 1).unsqueeze(1)
 
 

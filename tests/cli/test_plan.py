@@ -18,7 +18,7 @@ from spanwise.cli import plan as plan_command
 from spanwise.cli.lengths import SEQ_LIMIT, choose_sequence, read_lengths
 from spanwise.cli.options import PlanOptions
 from spanwise.cli.plan import build_masks
-from spanwise.cli.report.compare import Degree, _recommend, compare, summary
+from spanwise.cli.report.compare import _recommend, compare, summary
 from spanwise.planning.grids import compare_grids
 from tests.cli.commands import figures_of, run, write
 
@@ -140,9 +140,9 @@ def test_masks_of_layers() -> None:
 # ---------------------------------------------------------------- choosing a degree
 
 
-def degree(ranks: int, seconds: float, alone: float = 8.0) -> Degree:
-    speedup = alone / seconds
-    return Degree(ranks, "local", seconds, 0.0, speedup, speedup / ranks, 1.0, 0, 0)
+def degree(ranks: int, seconds: float) -> dict[str, float]:
+    speedup = 8.0 / seconds
+    return {"ranks": ranks, "total_seconds": seconds, "speedup": speedup, "efficiency": speedup / ranks}
 
 
 def test_the_largest_efficient_degree_is_recommended() -> None:
@@ -164,12 +164,12 @@ def test_comparison_is_the_plans_own() -> None:
     comparison = compare(plan_for, (1, 4))
     rows, plan = comparison.degrees, plan_for(4)
     predicted = plan.predict()
-    assert rows[0].speedup == rows[0].efficiency == 1 and rows[0].recv_bytes == 0
-    assert rows[1].total_seconds == predicted["total"]
-    assert rows[1].exposed_seconds == predicted["exposed_forward"] + predicted["exposed_backward"]
-    assert rows[1].speedup == plan_for(1).predict()["total"] / predicted["total"] == 4 * rows[1].efficiency
-    assert rows[1].imbalance == plan.imbalance() and rows[1].recv_bytes == 3 * plan.recv_bytes().max()
-    assert rows[1].kv_bytes == ((plan.layout.tokens_per_rank + plan.recv_tokens()) * 2 * 128 * 2).max()
+    assert rows[0]["speedup"] == rows[0]["efficiency"] == 1 and rows[0]["recv_bytes"] == 0
+    assert rows[1]["total_seconds"] == predicted["total"]
+    assert rows[1]["exposed_seconds"] == predicted["exposed_forward"] + predicted["exposed_backward"]
+    assert rows[1]["speedup"] == plan_for(1).predict()["total"] / predicted["total"] == 4 * rows[1]["efficiency"]
+    assert rows[1]["imbalance"] == plan.imbalance() and rows[1]["recv_bytes"] == 3 * plan.recv_bytes().max()
+    assert rows[1]["kv_bytes"] == ((plan.layout.tokens_per_rank + plan.recv_tokens()) * 2 * 128 * 2).max()
     lines = str(comparison.table()).splitlines()
     assert [line.startswith("→") for line in lines[2:4]] == [comparison.best == 1, comparison.best == 4]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from spanwise.cli.report.page import Table
 from spanwise.overlap.explain import units
@@ -20,45 +23,30 @@ def describe_choice(plan: Plan) -> str:
     return f"{plan.balancer}, {describe_exchange(plan)}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Degree:
-    """One size of the cp axis, with the figures of its plan.
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Figures of each size of the cp axis, ascending; the recommended size, and why.
 
     Seconds are those of attention of all layers in one step, and the exchange that no computation hides; speed-up is
     against one rank, imbalance is of all masks by weight, received bytes are of the busiest rank in a forward of all
     layers, held ones of one layer on the fullest rank: its own K and V, and those of others that it keeps.
     """
 
-    ranks: int
-    choice: str
-    total_seconds: float
-    exposed_seconds: float
-    speedup: float
-    efficiency: float
-    imbalance: float
-    recv_bytes: int
-    kv_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Comparison:
-    """Degrees, ascending, the recommended one, and why."""
-
-    degrees: tuple[Degree, ...]
+    degrees: tuple[dict[str, Any], ...]
     best: int
     reason: str
 
     def table(self) -> Table:
         rows = [
             (
-                str(one.ranks), one.choice, units.seconds(one.total_seconds), units.seconds(one.exposed_seconds),
-                f"{one.speedup:.2f} ×", f"{one.efficiency:.0%}", f"{one.imbalance:.3f}",
-                units.num_bytes(one.recv_bytes), units.num_bytes(one.kv_bytes),
+                str(one["ranks"]), one["choice"], units.seconds(one["total_seconds"]),
+                units.seconds(one["exposed_seconds"]), f"{one['speedup']:.2f} ×", f"{one['efficiency']:.0%}",
+                f"{one['imbalance']:.3f}", units.num_bytes(one["recv_bytes"]), units.num_bytes(one["kv_bytes"]),
             )
             for one in self.degrees
         ]  # fmt: skip
         columns = ("ranks", "chosen", "step", "exposed", "speed-up", "efficiency", "imbalance", "received", "K/V held")
-        best = [one.ranks for one in self.degrees].index(self.best)
+        best = [one["ranks"] for one in self.degrees].index(self.best)
         return Table("Ranks compared", columns, rows, best, f"{self.best} ranks: {self.reason}", left=2)
 
 
@@ -72,40 +60,39 @@ def compare(plan_for: Callable[[int], Plan], ranks: Sequence[int]) -> Comparison
     return Comparison(degrees, *_recommend(degrees))
 
 
-def _degree(plan: Plan, alone: float) -> Degree:
+def _degree(plan: Plan, alone: float) -> dict[str, Any]:
     predicted = plan.predict()
-    work = sum(plan.weights[name] * plan.work(name) for name in plan.masks)
+    weights = np.array([[weight] for weight in plan.weights.values()])
+    work, received = ((weights * [of(n) for n in plan.weights]).sum(0) for of in (plan.work, plan.recv_bytes))
     assert plan.num_kv_heads and plan.head_dim and plan.v_head_dim
-    token = plan.num_kv_heads * (plan.head_dim + plan.v_head_dim) * plan.itemsize
-    received = sum(plan.weights[name] * plan.recv_bytes(name) for name in plan.masks)
+    own = plan.kv_layout.tokens_per_rank * plan.num_kv_heads * (plan.head_dim + plan.v_head_dim) * plan.itemsize
     speedup = alone / predicted["total"] if predicted["total"] else 1.0
-    return Degree(
-        ranks=plan.num_ranks,
-        choice=describe_choice(plan),
-        total_seconds=predicted["total"],
-        exposed_seconds=predicted["exposed_forward"] + predicted["exposed_backward"],
-        speedup=speedup,
-        efficiency=speedup / plan.num_ranks,
-        imbalance=float(work.max() / work.mean()),  # type: ignore[union-attr]
-        recv_bytes=int(received.max()),  # type: ignore[union-attr]
-        kv_bytes=max(
-            int((plan.kv_layout.tokens_per_rank * token + plan.saved_bytes(name)).max()) for name in plan.masks
-        ),
-    )
+    return {
+        "ranks": plan.num_ranks,
+        "choice": describe_choice(plan),
+        "total_seconds": predicted["total"],
+        "exposed_seconds": predicted["exposed_forward"] + predicted["exposed_backward"],
+        "speedup": speedup,
+        "efficiency": speedup / plan.num_ranks,
+        "imbalance": float(work.max() / work.mean()),
+        "recv_bytes": int(received.max()),
+        "kv_bytes": max(int((own + plan.saved_bytes(name)).max()) for name in plan.masks),
+    }
 
 
-def _recommend(degrees: tuple[Degree, ...]) -> tuple[int, str]:
-    efficient = [degree for degree in degrees if degree.efficiency >= KEEP]
+def _recommend(degrees: Sequence[dict[str, Any]]) -> tuple[int, str]:
+    efficient = [one for one in degrees if one["efficiency"] >= KEEP]
     if not efficient:
-        best = max(degrees, key=lambda degree: (degree.efficiency, -degree.ranks))
-        return best.ranks, f"no degree keeps {KEEP:.0%} of linear speed-up; this one keeps {best.efficiency:.0%}"
+        best = max(degrees, key=lambda one: (one["efficiency"], -one["ranks"]))
+        return best["ranks"], f"no degree keeps {KEEP:.0%} of linear speed-up; this one keeps {best['efficiency']:.0%}"
     best = efficient[-1]
-    reason = f"the most ranks that keep {KEEP:.0%} of linear speed-up: {best.speedup:.1f} × at {best.efficiency:.0%}"
-    after = next((degree for degree in degrees if degree.ranks > best.ranks), None)
+    kept = f"{best['speedup']:.1f} × at {best['efficiency']:.0%}"
+    reason = f"the most ranks that keep {KEEP:.0%} of linear speed-up: {kept}"
+    after = next((one for one in degrees if one["ranks"] > best["ranks"]), None)
     if after is None:
-        return best.ranks, f"{reason}; more ranks were not compared"
-    gain = best.total_seconds / after.total_seconds
-    return best.ranks, f"{reason}; {after.ranks} ranks are {gain:.2f} × as fast at {after.efficiency:.0%}"
+        return best["ranks"], f"{reason}; more ranks were not compared"
+    gain = best["total_seconds"] / after["total_seconds"]
+    return best["ranks"], f"{reason}; {after['ranks']} ranks are {gain:.2f} × as fast at {after['efficiency']:.0%}"
 
 
 def grid_table(grids: Sequence[Grid]) -> Table:
