@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import math
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -29,13 +31,16 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import spanwise
 from spanwise import _torch
+from spanwise.attention import failure
 from tests.limits import HANG
 from tests.scripts import forked
 
@@ -261,3 +266,111 @@ def hear(mesh: DeviceMesh, *events: str) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- ranks that may die
+
+NEVER = 2 * HANG  # a timeout that no test reaches
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: its result or error, or an exit code if it did not get so far."""
+
+    result: Any = None
+    error: Any = None
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+
+class World:
+    """Processes that run ``fn(rank, mesh, *args)`` as the ranks of a gloo group, and may die."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        mesh_shape: tuple[int, ...] = (4,),
+        names: tuple[str, ...] = ("cp",),
+        timeout: float = NEVER,
+        grace: float | None = None,
+        store_in_rank_0: bool = False,
+    ) -> None:
+        context = forked()
+        self._folder = tempfile.mkdtemp(prefix="lost-peer-")
+        if not store_in_rank_0:  # as under torchrun, where the agent hosts it
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            (Path(self._folder) / "port").write_text(str(self._store.port))
+        self._ranks = []
+        for rank in range(math.prod(mesh_shape)):
+            ours, theirs = context.Pipe(duplex=False)
+            group = (self._folder, rank, mesh_shape, names, timeout, grace, store_in_rank_0)
+            process = context.Process(target=_rank_main, args=(theirs, group, fn, args), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        for _, ours in self._ranks:  # so that worlds that are made one after the other do not start all at once
+            assert ours.poll(HANG) and ours.recv() == "started"
+
+    def outcomes(self, but: tuple[int, ...] = ()) -> list[Outcome]:
+        """How each rank ended, `but` some that are not waited for; then all processes are ended."""
+        outcomes = []
+        for rank, (process, ours) in enumerate(self._ranks):
+            try:
+                ended = ours.poll(0 if rank in but else HANG)
+                if not ended and rank not in but:
+                    raise TimeoutError(f"rank {rank} has not ended:\n{self._stack(rank)}")
+                outcomes.append(Outcome(*ours.recv()) if ended else Outcome())
+            except EOFError:
+                process.join(5)
+                outcomes.append(Outcome(exit_code=process.exitcode))
+        self.end()
+        return outcomes
+
+    def _stack(self, rank: int) -> str:
+        os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return (Path(self._folder) / f"stack-{rank}").read_text()
+
+    def end(self) -> None:
+        for process, ours in self._ranks:
+            process.kill()
+            process.join()
+            ours.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    folder, rank, mesh_shape, names, timeout, grace, store_in_rank_0 = group
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, (Path(folder) / f"stack-{rank}").open("w"))
+    hosts = store_in_rank_0 and rank == 0
+    port = Path(folder) / "port"
+    while not hosts and not (port.exists() and port.read_text()):
+        time.sleep(0.01)
+    at = 0 if hosts else int(port.read_text())
+    store = dist.TCPStore("127.0.0.1", at, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=HANG))
+    if hosts:
+        port.write_text(str(store.port))
+    num_ranks = math.prod(mesh_shape)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=HANG))
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names, backend_override=_timeouts(names, timeout))
+    dist.barrier()
+    connection.send("started")
+    began = time.monotonic()
+    try:
+        with mock.patch.object(failure, "GRACE", failure.GRACE if grace is None else grace):
+            answer = (fn(rank, mesh, *args), None)
+    except spanwise.ExchangeError as error:
+        answer = (None, error)
+    connection.send((*answer, None, time.monotonic() - began))
+    if store_in_rank_0 and rank == 0:
+        return
+    time.sleep(NEVER)  # a rank whose process ended would release the others; the test ends it
+
+
+def _timeouts(names: tuple[str, ...], timeout: float) -> dict[int | str, tuple[str, Any]]:
+    """For the groups of a mesh. That of the world has a timeout out of reach: ranks start at times of their own."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    return {name: ("gloo", options) for name in names}

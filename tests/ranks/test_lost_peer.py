@@ -4,141 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
-import math
 import os
 import re
-import shutil
 import signal
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import _torch
 from spanwise.attention import failure
 from tests.limits import HANG
 from tests.ranks.calls import HOSTS
-from tests.scripts import forked
+from tests.ranks.gloo import NEVER, Outcome, World
 
-TIMEOUT = 2.0  # seconds, of the process groups of a mesh
-NEVER = 2 * HANG  # a timeout that no test reaches
-
-
-class Outcome(NamedTuple):
-    """How a rank ended: its result or error, or an exit code if it did not get so far."""
-
-    result: Any = None
-    error: Any = None
-    exit_code: int | None = None
-    seconds: float = 0.0
-
-
-class World:
-    """Processes that run ``fn(rank, mesh, *args)`` as the ranks of a gloo group, and may die."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        mesh_shape: tuple[int, ...] = (4,),
-        names: tuple[str, ...] = ("cp",),
-        timeout: float = TIMEOUT,
-        grace: float = failure.GRACE,
-        store_in_rank_0: bool = False,
-    ) -> None:
-        context = forked()
-        self._folder = tempfile.mkdtemp(prefix="lost-peer-")
-        if not store_in_rank_0:  # as under torchrun, where the agent hosts it
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            (Path(self._folder) / "port").write_text(str(self._store.port))
-        self._ranks = []
-        for rank in range(math.prod(mesh_shape)):
-            ours, theirs = context.Pipe(duplex=False)
-            group = (self._folder, rank, mesh_shape, names, timeout, grace, store_in_rank_0)
-            process = context.Process(target=_rank_main, args=(theirs, group, fn, args), daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
-        for _, ours in self._ranks:  # so that worlds that are made one after the other do not start all at once
-            assert ours.poll(HANG) and ours.recv() == "started"
-
-    def outcomes(self, but: tuple[int, ...] = ()) -> list[Outcome]:
-        """How each rank ended, `but` some that are not waited for; then all processes are ended."""
-        outcomes = []
-        for rank, (process, ours) in enumerate(self._ranks):
-            try:
-                ended = ours.poll(0 if rank in but else HANG)
-                if not ended and rank not in but:
-                    raise TimeoutError(f"rank {rank} has not ended:\n{self._stack(rank)}")
-                outcomes.append(Outcome(*ours.recv()) if ended else Outcome())
-            except EOFError:
-                process.join(5)
-                outcomes.append(Outcome(exit_code=process.exitcode))
-        self.end()
-        return outcomes
-
-    def _stack(self, rank: int) -> str:
-        os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return (Path(self._folder) / f"stack-{rank}").read_text()
-
-    def end(self) -> None:
-        for process, ours in self._ranks:
-            process.kill()
-            process.join()
-            ours.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    folder, rank, mesh_shape, names, timeout, grace, store_in_rank_0 = group
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1, (Path(folder) / f"stack-{rank}").open("w"))
-    hosts = store_in_rank_0 and rank == 0
-    port = Path(folder) / "port"
-    while not hosts and not (port.exists() and port.read_text()):
-        time.sleep(0.01)
-    at = 0 if hosts else int(port.read_text())
-    store = dist.TCPStore("127.0.0.1", at, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=HANG))
-    if hosts:
-        port.write_text(str(store.port))
-    num_ranks = math.prod(mesh_shape)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=HANG))
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names, backend_override=_timeouts(names, timeout))
-    dist.barrier()
-    connection.send("started")
-    began = time.monotonic()
-    try:
-        with mock.patch.object(failure, "GRACE", grace):
-            answer = (fn(rank, mesh, *args), None)
-    except spanwise.ExchangeError as error:
-        answer = (None, error)
-    connection.send((*answer, None, time.monotonic() - began))
-    if store_in_rank_0 and rank == 0:
-        return
-    time.sleep(NEVER)  # a rank whose process ended would release the others; the test ends it
-
-
-def _timeouts(names: tuple[str, ...], timeout: float) -> dict[int | str, tuple[str, Any]]:
-    """For the groups of a mesh. That of the world has a timeout out of reach: ranks start at times of their own."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout)
-    return {name: ("gloo", options) for name in names}
+TIMEOUT = 2.0  # seconds, of the process groups of a mesh on which a rank is late
 
 
 def lose(how: str) -> None:
@@ -183,23 +73,18 @@ def one_is_lost(rank: int, mesh: DeviceMesh, kind: str, how: str, lost: int) -> 
             dist.distributed_c10d._get_default_store().set(f"{rank} has failed", "")
 
 
-def check(outcome: Outcome, what: str, lost: tuple[int, ...]) -> str:
-    assert isinstance(outcome.error, spanwise.ExchangeError), outcome
-    text = str(outcome.error)
-    assert outcome.error.lost_global == lost, text
-    # The rank may be lost before its call has been compared.
-    assert re.match(rf"{what}|comparison of call \d", outcome.error.what), text
-    assert text.startswith(f"{outcome.error.what} failed on rank ")
-    assert outcome.seconds < HANG
-    return text
-
-
 def waits_and_dies(rank: int, mesh: DeviceMesh) -> None:
     collective(mesh, "all-to-all")
+    store = dist.distributed_c10d._get_default_store()
     if rank == 2:  # while it waits
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+        def die() -> None:
+            store.wait(["all but rank 0 wait"], timedelta(seconds=HANG))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=die, daemon=True).start()
     if rank == 0:
-        time.sleep(1.0)
+        store.set("all but rank 0 wait", "")
     collective(mesh, "all-to-all", "all-to-all of dK/dV")
 
 
@@ -287,124 +172,149 @@ def dying(moment: str, how: str) -> Callable[..., torch.Tensor]:
     return start
 
 
-EXCHANGES: list[dict[str, Any]] = [
+def check(outcome: Outcome, what: str, lost: tuple[int, ...]) -> str:
+    assert isinstance(outcome.error, spanwise.ExchangeError), outcome
+    text = str(outcome.error)
+    assert outcome.error.lost_global == lost, text
+    # The rank may be lost before its call has been compared.
+    assert re.match(rf"{what}|comparison of call \d", outcome.error.what), text
+    assert text.startswith(f"{outcome.error.what} failed on rank ")
+    assert outcome.seconds < HANG
+    return text
+
+
+NEEDED, RING = {"exchange": "needed", "stages": 3}, {"exchange": "ring", "keep_kv": True}
+GATHER, ULYSSES, RELAYED = (
     {"exchange": "all_gather"},
-    {"exchange": "needed", "stages": 3},
-    {"exchange": "ring", "keep_kv": True},
     {"exchange": "ulysses"},
-]
-# (exchange, when a rank is lost)
-ATTENTION = [(exchange, moment) for exchange in EXCHANGES for moment in ("forward", "backward")]
-ATTENTION.append(({"exchange": "needed", "stages": 2, "keep_kv": False}, "backward"))
-ATTENTION.append(({"exchange": "ring", "keep_kv": False}, "backward"))
-ATTENTION.append(({"exchange": "ring", "keep_kv": True}, "all-to-all of K/V, mask 'full', chunk 2 of 3"))
-ATTENTION.append(({"exchange": "ring", "keep_kv": True}, "all-to-all of gradients, K/V, mask 'full', chunk 2 of 3"))
-ATTENTION.append(({"exchange": "all_gather"}, "all-reduce of max_logit"))
-ATTENTION += [({"exchange": "hierarchical", "hardware": HOSTS}, moment) for moment in ("forward", "backward")]
-TWO_LEVELS = [
-    ({"exchange": exchange}, moment)
-    for exchange, moment in (("all_gather", "forward"), ("needed", "backward"), ("ring", "backward"))
-]
-TWO_LEVELS.append(({"exchange": "ring"}, "all-to-all of K/V, mask 'full', chunk 1 of 1"))
-TWO_LEVELS.append(({"exchange": "needed"}, "all-reduce of max_logit"))
-STUCK = [ATTENTION[i] for i in (0, 5, 6)]
-# Of these lists, what `make test` runs.
-FEW_ATTENTION, FEW_TWO_LEVELS, FEW_STUCK = (1, 2, 6, 9, 10), (3,), (1,)
-MESH_2D: Any = {"mesh_shape": (2, 2), "names": ("outer", "inner")}
+    {"exchange": "hierarchical", "hardware": HOSTS},
+)
+TWO_LEVELS: Any = {"mesh_shape": (2, 2), "names": ("outer", "inner")}
+SUB_MESH: Any = {"mesh_shape": (2, 2), "names": ("dp", "cp")}
+HOP = "all-to-all of K/V, mask 'full', chunk 2 of 3"
+HOP_BACK = "all-to-all of gradients, K/V, mask 'full', chunk 2 of 3"
+SLOW = (pytest.mark.slow,)
 
 
-def numbers(cases: list[Any], few: tuple[int, ...]) -> list[Any]:
-    """Parameters ``i``: all cases by number; those that are not among the few are slow."""
-    return [pytest.param(i, marks=[] if i in few else pytest.mark.slow) for i in range(len(cases))]
+class Scenario(NamedTuple):
+    """A world, the collective in which each of the ranks that are asked fails, and the rank that they name, if any."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    asked: tuple[int, ...]
+    lost: tuple[int, ...]
+    what: str
+    world: dict[str, Any] = {}  # noqa: RUF012
+    marks: tuple[Any, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
-def names(exchange: dict[str, Any], moment: str) -> str:
-    """Pattern of the collective that fails."""
-    if moment.startswith("all-reduce"):
-        return moment
-    if exchange["exchange"] == "ulysses":
-        of = "heads of (q|K/V)" if moment == "forward" else "gradients, output"
-        return f"all-to-all of {of}, mask 'full'"
-    if exchange["exchange"] == "ring":
-        forward = moment == "forward" or moment.startswith("all-to-all of K/V")
-        of = "K/V" if forward else "gradients, K/V" if exchange["keep_kv"] else ".*K/V( refetched for.*)?"
-        return f"all-to-all of {of}, mask 'full'"
-    gather, scatter = ("all-gather", "reduce-scatter") if exchange["exchange"] == "all_gather" else ["all-to-all"] * 2
-    if moment == "forward":
-        return f"{gather} of K/V, mask 'full'"
-    if not exchange.get("keep_kv", True):
-        return f"{gather} of K/V refetched for the backward, mask 'full'"
-    return f"{scatter} of gradients, K/V, mask 'full'"
+def attention(way: dict[str, Any], moment: str, what: str, *marks: Any) -> Scenario:
+    """Rank 2 of four is lost at that moment of the second step."""
+    return Scenario(attends, (way, moment, "killed", 2), (0, 1, 3), (2,), what, {}, marks)
+
+
+def on_two_levels(exchange: str, moment: str, *marks: Any) -> Scenario:
+    """Rank 1 shares no axis with rank 2, which is lost."""
+    args = ({"exchange": exchange}, moment, "killed", 2)
+    texts = (r"mesh_outer|mesh_inner|mesh of global ranks \[0, 1, 2, 3\]",)
+    return Scenario(attends, args, (0, 1, 3), (2,), ".*(, mask 'full'|max_logit)", TWO_LEVELS, marks, texts)
+
+
+WORD = "lost: rank {}, no word within"
+OF_FOUR = ("of 4 ranks, after", WORD.format(3))
+DEAD_LINK = "if no rank is late, a connection is cut or too slow"
+SCENARIOS: dict[str, Scenario] = {
+    **{kind: Scenario(one_is_lost, (kind, how, 3), (0, 1, 2), (3,), f"{kind} of K/V", {}, marks, OF_FOUR)
+       for kind, how, marks in (("all-gather", "killed", SLOW), ("reduce-scatter", "raised", ()),
+                                ("all-to-all", "killed", SLOW))},
+    "waiting": Scenario(waits_and_dies, (), (0, 1, 3), (2,), "all-to-all of dK/dV", {}, SLOW),
+    "sub-mesh": Scenario(one_is_lost, ("all-gather", "killed", 3), (2,), (3,), "all-gather of K/V", SUB_MESH, (),
+                         (WORD.format(3), "failed on rank 2, ", " of 2 ranks, after", "mesh_cp")),
+    "a start fails": Scenario(backend_fails, (), (0, 1), (), "all-to-all of K/V", {"mesh_shape": (2,), "grace": HANG},
+                              (), ("all ranks are there", "torch said: no communicator on ")),
+    "a closed link": Scenario(link_is_cut, ("closed",), (0, 1), (), "all-to-all of K/V",
+                              {"mesh_shape": (2,), "grace": HANG}, (), (DEAD_LINK,)),
+    "a silent link": Scenario(link_is_cut, ("silent",), (0, 1), (), "all-to-all of K/V",
+                              {"mesh_shape": (2,), "grace": HANG, "timeout": TIMEOUT}, SLOW, ("Timed out", DEAD_LINK)),
+    "plan": Scenario(attends, (GATHER, "plan", "killed", 0), (1, 2, 3), (0,), "connections to compare calls"),
+    "all_gather, forward": attention(GATHER, "forward", "all-gather of K/V, mask 'full'", *SLOW),
+    "all_gather, backward": attention(GATHER, "backward", "reduce-scatter of gradients, K/V, mask 'full'", *SLOW),
+    "needed, forward": attention(NEEDED, "forward", "all-to-all of K/V, mask 'full'", *SLOW),
+    "needed, backward": attention(NEEDED, "backward", "all-to-all of gradients, K/V, mask 'full'"),
+    "ring, forward": attention(RING, "forward", "all-to-all of K/V, mask 'full'", *SLOW),
+    "ring, backward": attention(RING, "backward", "all-to-all of gradients, K/V, mask 'full'", *SLOW),
+    "ring, a hop": attention(RING, HOP, "all-to-all of K/V, mask 'full'", *SLOW),
+    "ring, a hop back": attention(RING, HOP_BACK, "all-to-all of gradients, K/V, mask 'full'"),
+    "ulysses, forward": attention(ULYSSES, "forward", "all-to-all of heads of (q|K/V), mask 'full'", *SLOW),
+    "ulysses, backward": attention(ULYSSES, "backward", "all-to-all of gradients, output, mask 'full'", *SLOW),
+    "needed, refetched": attention(NEEDED | {"keep_kv": False}, "backward",
+                                   "all-to-all of K/V refetched for the backward, mask 'full'", *SLOW),
+    "ring, refetched": attention({"exchange": "ring"}, "backward",
+                                 "all-to-all of .*K/V( refetched for.*)?, mask 'full'", *SLOW),
+    "max_logit": attention(GATHER, "all-reduce of max_logit", "all-reduce of max_logit"),
+    "hierarchical, forward": attention(RELAYED, "forward", "all-to-all of K/V, mask 'full'", *SLOW),
+    "hierarchical, backward": attention(RELAYED, "backward", "all-to-all of gradients, K/V, mask 'full'", *SLOW),
+    "two levels, all_gather": on_two_levels("all_gather", "forward", *SLOW),
+    "two levels, needed": on_two_levels("needed", "backward", *SLOW),
+    "two levels, ring": on_two_levels("ring", "backward", *SLOW),
+    "two levels, a hop": on_two_levels("ring", "all-to-all of K/V, mask 'full', chunk 1 of 1"),
+    "two levels, max_logit": on_two_levels("needed", "all-reduce of max_logit", *SLOW),
+    "stuck": Scenario(attends, (NEEDED, "forward", "stuck", 1), (0, 2, 3), (1,), "all-to-all of K/V, mask 'full'",
+                      {"timeout": TIMEOUT}, SLOW, ("no word within",)),
+    # Those that wait for it fail when the timeout of their group is over, the others then.
+    "stuck, two levels": Scenario(attends, (GATHER, "forward", "stuck", 2), (0, 1, 3), (2,), ".*, mask 'full'",
+                                  {"timeout": TIMEOUT, **TWO_LEVELS}),
+    "compiled": Scenario(compiles, (1,), (0,), (1,), "a collective of compiled code", {"mesh_shape": (2,)},
+                         (pytest.mark.compiles,)),
+    "compiled, two levels": Scenario(compiles, (1,), (0, 2, 3), (1,), "a collective of compiled code", TWO_LEVELS,
+                                     (pytest.mark.compiles, *SLOW)),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def worlds(request: pytest.FixtureRequest) -> Iterator[dict[Any, World]]:
-    """Those of all tests that are to run, made before the first: what they do most is wait for a rank that is lost.
-
-    Where the timeout is out of reach, ranks that do not talk to the lost one learn of it from those that do.
-    """
-    started: dict[Any, World] = {}
+def worlds(request: pytest.FixtureRequest) -> Iterator[Callable[[str], World]]:
+    """Those of all scenarios that are to run, made before the first: most of the time they wait for a lost rank."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    wanted = {(item.originalname, item.callspec.params.get("i")) for item in items}
-    try:
-        for key in [("all-gather", "killed"), ("reduce-scatter", "raised"), ("all-to-all", "killed")]:
-            started[key] = World(one_is_lost, *key, 3, timeout=NEVER)
-        started["asleep"] = World(one_is_lost, "all-gather", "asleep", 1)
-        started["late"] = World(one_is_lost, "all-to-all", "late", 1, grace=HANG)
-        started["waiting"] = World(waits_and_dies, timeout=NEVER)
-        started["host"] = World(one_is_lost, "all-to-all", "killed", 0, store_in_rank_0=True, timeout=NEVER)
-        started["backend"] = World(backend_fails, mesh_shape=(2,), grace=HANG)
-        started["closed"] = World(link_is_cut, "closed", mesh_shape=(2,), timeout=NEVER, grace=HANG)
-        started["silent"] = World(link_is_cut, "silent", mesh_shape=(2,), grace=HANG)
-        mesh: Any = {"mesh_shape": (2, 2), "names": ("dp", "cp")}
-        started["sub-mesh"] = World(one_is_lost, "all-gather", "killed", 3, **mesh, timeout=NEVER)
-        mesh = {"mesh_shape": (2, 2, 2), "names": ("dp", "tp", "cp")}
-        started["all-reduce"] = World(sums, 7, **mesh, timeout=NEVER)
-        started["plan"] = World(attends, EXCHANGES[0], "plan", "killed", 0, timeout=NEVER)
-        for i, case in enumerate(ATTENTION):
-            if ("test_attention_that_loses_a_rank", i) in wanted:
-                started["attention", i] = World(attends, *case, "killed", 2, timeout=NEVER)
-        for i, case in enumerate(TWO_LEVELS):
-            if ("test_attention_on_two_levels_that_loses_a_rank", i) in wanted:
-                started["two levels", i] = World(attends, *case, "killed", 2, **MESH_2D, timeout=NEVER)
-        for i, case in enumerate(STUCK):
-            if ("test_attention_with_a_stuck_rank", i) in wanted:
-                started["stuck", i] = World(attends, *case, "stuck", 1)
-        started["compiled", 1] = World(compiles, 1, mesh_shape=(3,), timeout=NEVER)
-        if ("test_a_rank_lost_in_compiled_code", 2) in wanted:
-            started["compiled", 2] = World(compiles, 1, **MESH_2D, timeout=NEVER)
-        started["stuck", "two levels"] = World(attends, *TWO_LEVELS[0], "stuck", 2, **MESH_2D)
-        yield started
-    finally:
-        for world in started.values():
-            world.end()
+    wanted = [item.callspec.params["name"] for item in items if "name" in item.callspec.params]
+    started = {name: World(SCENARIOS[name].run, *SCENARIOS[name].args, **SCENARIOS[name].world) for name in wanted}
+    yield started.__getitem__
+    for world in started.values():
+        world.end()
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"), [("all-gather", "killed"), ("reduce-scatter", "raised"), ("all-to-all", "killed")]
-)
-def test_a_process_that_ends_is_named_by_all_others(worlds: dict[Any, World], kind: str, how: str) -> None:
-    outcomes = worlds[kind, how].outcomes()
-    for rank, outcome in enumerate(outcomes[:3]):
-        text = check(outcome, f"{kind} of K/V", (3,))
-        assert f"failed on rank {rank}, " in text and " of 4 ranks, after" in text
-        assert "lost: rank 3, no word within" in text
-    assert outcomes[3].exit_code == (-signal.SIGKILL if how == "killed" else 1)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=x.marks) for name, x in SCENARIOS.items()])
+def test_ranks_that_are_left_name_the_lost_one(worlds: Callable[[str], World], name: str) -> None:
+    scenario = SCENARIOS[name]
+    stuck = scenario.lost if "stuck" in scenario.args else ()
+    outcomes = worlds(name).outcomes(but=stuck)
+    for rank in scenario.asked:
+        text = check(outcomes[rank], scenario.what, scenario.lost)
+        assert all(re.search(each, text) for each in scenario.texts), text
+        if scenario.lost and "stuck" not in name and "compiled" not in name:
+            assert f"lost: rank {scenario.lost[0]}, no word" in text, text
+    if "killed" in scenario.args:
+        assert outcomes[scenario.lost[0]].exit_code == -signal.SIGKILL
+    if scenario.run is one_is_lost and scenario.world:  # the other half of the mesh goes on
+        assert [outcome.result for outcome in outcomes[:2]] == [4 * 2 * 100_000.0] * 2
 
 
-def test_late_ranks_are_named(worlds: dict[Any, World]) -> None:
-    asleep = worlds["asleep"].outcomes()
+def test_a_rank_that_wakes_up_finds_that_the_others_were_there() -> None:
+    world = World(one_is_lost, "all-gather", "asleep", 1, timeout=TIMEOUT)
+    outcomes = world.outcomes()
     for rank in (0, 2, 3):
-        text = check(asleep[rank], "all-gather of K/V", (1,))
+        text = check(outcomes[rank], "all-gather of K/V", (1,))
         found = re.search(r"lost: rank 1, no word within (\d+\.\d) s", text)
         assert found is not None and float(found[1]) >= failure.GRACE, text
-    # It wakes up later, and finds that the others were there.
-    check_last(check(asleep[1], "all-gather of K/V", ()), asleep)
-    late = worlds["late"].outcomes()
-    for rank, outcome in enumerate(late):
+    check_last(check(outcomes[1], "all-gather of K/V", ()), outcomes)
+
+
+def test_a_late_rank_is_named() -> None:
+    outcomes = World(one_is_lost, "all-to-all", "late", 1, grace=HANG, timeout=TIMEOUT).outcomes()
+    for outcome in outcomes:
         text = check(outcome, "all-to-all of K/V", ())
-        check_last(text, late)
-        assert "Timed out" in text, rank
+        check_last(text, outcomes)
+        assert "Timed out" in text, text
 
 
 def check_last(text: str, outcomes: list[Outcome]) -> None:
@@ -417,105 +327,21 @@ def check_last(text: str, outcomes: list[Outcome]) -> None:
     assert max(seconds) >= TIMEOUT, text
 
 
-def test_a_process_that_ends_while_all_wait(worlds: dict[Any, World]) -> None:
-    outcomes = worlds["waiting"].outcomes()
-    for rank in (0, 1, 3):
-        check(outcomes[rank], "all-to-all of dK/dV", (2,))
-
-
-def test_ranks_of_a_sub_mesh(worlds: dict[Any, World]) -> None:
-    outcomes = worlds["sub-mesh"].outcomes()
-    assert [outcome.result for outcome in outcomes[:2]] == [4 * 2 * 100_000.0] * 2
-    text = check(outcomes[2], "all-gather of K/V", (3,))
-    assert outcomes[2].error.lost == (1,)
-    assert "failed on rank 2, " in text and " of 2 ranks, after" in text
-    assert "mesh_cp" in text
-    assert "lost: rank 3, no word" in text
-
-
-def test_the_host_of_the_store_is_lost(worlds: dict[Any, World]) -> None:
-    for outcome in worlds["host"].outcomes()[1:]:
-        assert isinstance(outcome.error, spanwise.ExchangeError), outcome
-        assert 0 in outcome.error.lost
+def test_the_host_of_the_store_is_lost() -> None:
+    for outcome in World(one_is_lost, "all-to-all", "killed", 0, store_in_rank_0=True).outcomes()[1:]:
+        assert isinstance(outcome.error, spanwise.ExchangeError) and 0 in outcome.error.lost, outcome
         assert "the group's store is gone, for its host (usually rank 0) has ended" in str(outcome.error)
 
 
-def test_a_start_that_fails(worlds: dict[Any, World]) -> None:
-    for rank, outcome in enumerate(worlds["backend"].outcomes()):
-        text = check(outcome, "all-to-all of K/V", ())
-        assert "all ranks are there" in text
-        assert text.endswith(f"torch said: no communicator on {rank}")
-
-
-def test_a_cut_link_between_ranks_that_live(worlds: dict[Any, World]) -> None:
-    for outcome in worlds["closed"].outcomes():
-        text = check(outcome, "all-to-all of K/V", ())
-        assert "if no rank is late, a connection is cut or too slow" in text, text
-    for outcome in worlds["silent"].outcomes():
-        text = check(outcome, "all-to-all of K/V", ())
-        assert "Timed out" in text and "if no rank is late, a connection is cut or too slow" in text
-
-
-def test_ranks_that_share_no_axis_with_the_lost_one(worlds: dict[Any, World]) -> None:
+@pytest.mark.slow
+def test_ranks_that_share_no_axis_with_the_lost_one() -> None:
     """Rank 0 waits for 4, that for 6, and that for 7."""
-    outcomes = worlds["all-reduce"].outcomes()
+    outcomes = World(sums, 7, mesh_shape=(2, 2, 2), names=("dp", "tp", "cp")).outcomes()
     axes = ["dp", "dp", "dp", "dp", "tp", "tp", "cp"]
     texts = [check(outcomes[r], f"all-reduce of the loss over {axes[r]}", (7,)) for r in range(7)]
     assert outcomes[0].error.lost == () and outcomes[6].error.lost == (1,)
     assert re.search(r"group '\d+' \(mesh_dp\).*; lost: rank 7, no word", texts[0]), texts[0]
     assert re.search(r"failed as well: rank 6 in .* \(mesh_cp\)", texts[0]), texts[0]
-
-
-@pytest.mark.parametrize("i", numbers(ATTENTION, FEW_ATTENTION))
-def test_attention_that_loses_a_rank(worlds: dict[Any, World], i: int) -> None:
-    outcomes = worlds["attention", i].outcomes()
-    for rank in (0, 1, 3):
-        text = check(outcomes[rank], names(*ATTENTION[i]), (2,))
-        assert "lost: rank 2, no word within" in text
-
-
-@pytest.mark.parametrize("i", numbers(TWO_LEVELS, FEW_TWO_LEVELS))
-def test_attention_on_two_levels_that_loses_a_rank(worlds: dict[Any, World], i: int) -> None:
-    """Rank 1 shares no axis with it."""
-    outcomes = worlds["two levels", i].outcomes()
-    for rank in (0, 1, 3):
-        text = check(outcomes[rank], ".*(, mask 'full'|max_logit)", (2,))
-        compared = text.startswith("comparison of call")  # all four ranks take part in that
-        assert "lost: rank 2, no word" in text, text
-        assert outcomes[rank].error.lost == ((2,) if compared else ((1,), (), (0,), (0,))[rank]), text
-    # Before the forward a rank trades heads; then K/V go between groups.
-    for rank in (0, 1, 3):
-        text = str(outcomes[rank].error)
-        assert "(mesh_outer)" in text or "(mesh_inner)" in text or "mesh of global ranks [0, 1, 2, 3]" in text
-
-
-@pytest.mark.parametrize("i", numbers(STUCK, FEW_STUCK))
-def test_attention_with_a_stuck_rank(worlds: dict[Any, World], i: int) -> None:
-    outcomes = worlds["stuck", i].outcomes(but=(1,))
-    for rank in (0, 2, 3):
-        text = check(outcomes[rank], names(*STUCK[i]), (1,))
-        assert "no word within" in text
-
-
-def test_a_stuck_rank_on_two_levels(worlds: dict[Any, World]) -> None:
-    """Those who wait for it fail when the timeout of their group is over, the others then."""
-    outcomes = worlds["stuck", "two levels"].outcomes(but=(2,))
-    for rank in (0, 1, 3):
-        check(outcomes[rank], ".*, mask 'full'", (2,))
-
-
-def test_plans_are_not_compared_with_a_lost_rank(worlds: dict[Any, World]) -> None:
-    for outcome in worlds["plan"].outcomes()[1:]:
-        check(outcome, "connections to compare calls", (0,))
-
-
-@pytest.mark.parametrize("i", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.compiles
-def test_a_rank_lost_in_compiled_code(worlds: dict[Any, World], i: int) -> None:
-    """On a mesh of one axis and of two."""
-    for rank, outcome in enumerate(worlds["compiled", i].outcomes()):
-        if rank != 1:
-            check(outcome, "a collective of compiled code", (1,))
 
 
 def test_other_errors_pass() -> None:

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import spanwise
 from spanwise import SpanMask
 from tests.batch.test_token_scores import problem, reference
-from tests.ranks.gloo import GlooPool
+from tests.ranks.gloo import GlooPool, World
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_lost_peer import NEVER, World
 
 LENGTH, DIM, VOCAB = 45, 6, 11
 CU = [0, 1, 20, 20, 31, 45]
@@ -266,7 +265,7 @@ def _loses_a_rank(rank: int, mesh: DeviceMesh, moment: str, hidden: Any, weight:
 def test_a_lost_rank_is_an_error(moment: str) -> None:
     hidden, weight, _, labels = (x.detach() for x in problem(17, DIM, VOCAB))
     labels = labels.clamp(max=4)
-    world = World(_loses_a_rank, moment, hidden, weight, labels, mesh_shape=(2,), timeout=NEVER)
+    world = World(_loses_a_rank, moment, hidden, weight, labels, mesh_shape=(2,))
     error = world.outcomes()[0].error
     assert isinstance(error, spanwise.ExchangeError)
     # The loss is the first call of its group; both are compared before their all-reduce.
