@@ -1,51 +1,117 @@
-"""Shard, unshard, roll, labels and the loss on threaded ranks, against the whole sequence on one device."""
+"""Shards, labels, positions, roll and the loss on threaded ranks, against the whole sequence on one device."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
-from spanwise import SpanMask
+from spanwise import Packing, SpanMask
 from spanwise.attention.rank_plan import build
+from tests.pairs import covering
 from tests.ranks.harness import run_ranks
 
 LENGTH = 45
 CU = [0, 1, 20, 20, 31, 45]
+ROWS = [CU, [0, 7, 45]]
+PACKED = Packing(np.cumsum([0, 0, 5, 0, 1, 8, 6]))
+# Sequences without a row, with padding, without a token, of one token, that fill their slot; rows before and after.
+PADDED = Packing(np.cumsum([0, 0, 5, 0, 1, 8, 6]), cu_seqlens_q_padded=np.cumsum([8, 0, 8, 8, 8, 8, 8]), q_len=64)
+# More keys than queries, fewer, and none.
+CROSS = Packing([0, 3, 9, 9, 15], q_len=24, cu_seqlens_kv=[0, 13, 15, 15, 30], kv_len=37)
+CROSS_IN_SLOTS = Packing(
+    [0, 3, 9, 9, 15], cu_seqlens_q_padded=[0, 8, 16, 16, 24], q_len=24,
+    cu_seqlens_kv=[0, 13, 15, 15, 30], cu_seqlens_kv_padded=[0, 16, 24, 24, 40],
+)  # fmt: skip
+PACKINGS = {
+    "unpadded": (PACKED, "lpt"), "padded": (PADDED, "ptrr"), "padded chunks": (PADDED, "dual_chunk"),
+    "cross": (CROSS, "contiguous"), "cross chunks": (CROSS_IN_SLOTS, "dual_chunk"),
+}  # fmt: skip
+KINDS = ["documents", "rows", *PACKINGS]
 
 
-def plan_for(num_ranks: int, *, batched: bool = False) -> spanwise.Plan:
-    packed = SpanMask.documents(CU)
-    mask = SpanMask.stack([packed, SpanMask.causal(LENGTH)]) if batched else packed
+def plan_of(kind: str, num_ranks: int) -> spanwise.Plan:
+    if kind in PACKINGS:
+        packing, balancer = PACKINGS[kind]
+        mask = packing.mask(align="bottom_right" if "cross" in kind else "top_left")
+        return spanwise.make_plan(mask, num_ranks, packing=packing, balancer=balancer, block_size=4)
+    documents = SpanMask.documents(CU)
+    mask = SpanMask.stack([documents, SpanMask.causal(LENGTH)]) if kind == "rows" else documents
     return spanwise.make_plan(mask, num_ranks, balancer="ptrr", block_size=4)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize(("shape", "dim"), [((2, LENGTH), 1), ((2, LENGTH, 3), 1), ((2, 5, LENGTH, 3), 2)])
-def test_unshard_undoes_shard_and_has_the_exact_adjoint(num_ranks: int, batched: bool, shape: tuple, dim: int) -> None:
-    plan = plan_for(num_ranks, batched=batched)
-    assert plan.layout.batch_size == (2 if batched else 1)
-    x = torch.randn(shape, dtype=torch.float64)
-    cotangents = [torch.randn(shape, dtype=torch.float64) for _ in range(num_ranks)]
+def offsets_of(kind: str) -> Any:
+    """What a call needs to be told: a packing knows its sequences."""
+    return None if kind in PACKINGS else ROWS if kind == "rows" else CU
 
-    def on_rank(rank: int, mesh: object) -> tuple[torch.Tensor, torch.Tensor]:
-        local = spanwise.shard(plan, mesh, x, dim).requires_grad_()
-        full = spanwise.unshard(plan, mesh, local, dim)
+
+def sequences(kind: str, side: str = "q") -> list[list[tuple[int, int]]]:
+    """First token and number of tokens of each sequence, for two batch rows."""
+    if kind in PACKINGS:
+        starts, lens = (getattr(PACKINGS[kind][0], f"{side}_{what}").tolist() for what in ("starts", "lens"))
+        return [list(zip(starts, lens, strict=True))] * 2
+    return [[(a, b - a) for a, b in itertools.pairwise(cu)] for cu in (ROWS if kind == "rows" else [CU, CU])]
+
+
+def length_of(plan: spanwise.Plan, side: str) -> int:
+    return plan.seq_len if side == "q" else plan.kv_len
+
+
+def rolled(x: torch.Tensor, found: list[list[tuple[int, int]]], shifts: int, fill: float) -> torch.Tensor:
+    """What `spanwise.roll` promises, sequence by sequence; x is ``[2, tokens, …]``."""
+    rows = []
+    for row, of_row in zip(x, found, strict=True):
+        out = torch.where(torch.tensor(False), row, fill)  # a function of x even where nothing of x is left
+        for start, count in of_row:
+            moved = count - abs(shifts)
+            if moved > 0:
+                into, out_of = start + max(shifts, 0), start + max(-shifts, 0)
+                out = torch.cat([out[:into], row[out_of : out_of + moved], out[into + moved :]])
+        rows.append(out)
+    return torch.stack(rows)
+
+
+def fits(kind: str, ranks: int, side: str, dim: int, *_: Any) -> bool:
+    """Keys of their own are for cross attention, two dual chunks a rank for 1, 2 or 4, and dim 0 for one layout."""
+    return (side == "q" or "cross" in kind) and (ranks != 3 or "chunks" not in kind) and (dim == 1 or kind != "rows")
+
+
+AXES = (KINDS, [1, 2, 3, 4], ["q", "kv"], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "side", "dim", "rest"), covering(*AXES, [(), (3,), (5, 3)], possible=fits), ids=str
+)
+def test_unshard_undoes_shard_and_has_the_exact_adjoint(kind: str, ranks: int, side: Any, dim: int, rest: Any) -> None:
+    plan = plan_of(kind, ranks)
+    length = length_of(plan, side)
+    shape = (length, *rest) if dim == 0 else (2, length, *rest)
+    x, cotangents = torch.randn(shape, dtype=torch.float64), torch.randn(ranks, *shape, dtype=torch.float64)
+    ids = torch.arange(length).view(-1, *[1] * len(rest)).expand(shape)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[torch.Tensor, ...]:
+        local = spanwise.shard(plan, mesh, x, dim, side=side).requires_grad_()
+        full = spanwise.unshard(plan, mesh, local, dim, side=side)
         full.backward(cotangents[rank])
-        return full.detach(), local.grad
+        given = plan.local(mesh) if side == "q" else plan
+        mine = spanwise.shard(given, mesh, ids, dim, side=side)
+        return full.detach(), local.grad, mine, spanwise.unshard(given, mesh, mine, dim, side=side)
 
-    for rank, (full, grad) in enumerate(run_ranks(num_ranks, on_rank)):
-        assert torch.equal(full, x)
-        torch.testing.assert_close(grad, plan.shard(sum(cotangents), rank, dim))
+    for rank, (full, grad, mine, whole_ids) in enumerate(run_ranks(ranks, on_rank)):
+        assert torch.equal(full, x) and torch.equal(whole_ids, ids)
+        assert torch.equal(mine, plan.shard(ids, rank, dim, side=side))
+        torch.testing.assert_close(grad, plan.shard(cotangents.sum(0), rank, dim, side=side))
 
 
 def test_shard_gradient_is_zero_elsewhere() -> None:
-    plan = plan_for(4)
+    plan = plan_of("documents", 4)
     x = torch.randn(2, LENGTH, requires_grad=True)
     plan.shard(x, 1).sum().backward()
     expected = torch.zeros(2, LENGTH)
@@ -54,104 +120,103 @@ def test_shard_gradient_is_zero_elsewhere() -> None:
 
 
 def test_shard_of_pytrees_integers_and_buffers_without_batch() -> None:
-    plan = plan_for(4, batched=True)
-    tokens = torch.arange(LENGTH).expand(2, -1)
-    table = torch.randn(LENGTH, 3)
+    plan = plan_of("rows", 4)
+    tokens, table = torch.arange(LENGTH).expand(2, -1), torch.randn(LENGTH, 3)
     for rank in range(4):
         got = plan.shard({"a": tokens, "b": [tokens + 1]}, rank)
         expected = torch.from_numpy(np.stack([plan.layout.indices(rank, row) for row in range(2)]))
         assert torch.equal(got["a"], expected) and torch.equal(got["b"][0], expected + 1)
         assert torch.equal(plan.shard(table, rank, dim=0, batch_dim=None), table[expected])
-    with pytest.raises(ValueError, match="batch_dim=None"):
-        plan.shard(table, 0, dim=0)
-    with pytest.raises(ValueError, match="must have 45 tokens"):
-        plan.shard(torch.zeros(2, 44), 0)
 
 
-@pytest.mark.parametrize("shifts", [-1, -3, 2, 0])
-@pytest.mark.parametrize("batched", [False, True])
-def test_roll_stays_inside_documents(shifts: int, batched: bool) -> None:
-    plan = plan_for(4, batched=batched)
-    cu = [CU, [0, 7, 45]] if batched else CU
-    x = torch.randint(0, 100, (2, LENGTH))
-    expected = torch.full_like(x, -100)
-    for row in range(2):
-        offsets = cu[row] if batched else CU
-        for first, last in itertools.pairwise(offsets):
-            for i in range(first, last):
-                if first <= i - shifts < last:
-                    expected[row, i] = x[row, i - shifts]
+@pytest.mark.parametrize(
+    ("kind", "ranks", "side", "dim", "shifts"), covering(*AXES, [-1, -3, 2, 0, -100], possible=fits), ids=str
+)
+def test_roll_and_its_gradient(kind: str, ranks: int, side: Any, dim: int, shifts: int) -> None:
+    """What padding holds, in the input and in the gradient of the result's padding, goes nowhere."""
+    plan, found = plan_of(kind, ranks), sequences(kind, side)
+    length = length_of(plan, side)
+    valid = torch.zeros(2, length, dtype=torch.bool)
+    for row, of_row in enumerate(found):
+        for start, count in of_row:
+            valid[row, start : start + count] = True
+    x, weights = (torch.randn(2, length, 3, dtype=torch.float64) for _ in range(2))
+    reference = x.clone().requires_grad_()
+    expected = rolled(reference, found, shifts, 7)
+    (expected * weights).sum().backward()
+    poisoned, poisoned_weights = (torch.where(valid[..., None], t, torch.nan) for t in (x, weights))
 
-    def on_rank(rank: int, mesh: object) -> torch.Tensor:
-        return spanwise.roll(spanwise.shard(plan, mesh, x), shifts, plan, mesh, cu, fill_value=-100)
+    def on_rank(rank: int, mesh: DeviceMesh) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        results = []
+        for row in (slice(None),) if dim else (0, 1):
+            local = spanwise.shard(plan, mesh, poisoned[row], dim, side=side).requires_grad_()
+            out = spanwise.roll(local, shifts, plan, mesh, offsets_of(kind), dim=dim, fill_value=7, side=side)
+            out.backward(spanwise.shard(plan, mesh, poisoned_weights[row], dim, side=side))
+            results.append((out.detach(), local.grad))
+        return results
 
-    for rank, got in enumerate(run_ranks(4, on_rank)):
-        assert torch.equal(got, plan.shard(expected, rank))
+    for rank, results in enumerate(run_ranks(ranks, on_rank)):
+        for i, (out, grad) in enumerate(results):
+            row = slice(None) if dim else i
+            assert torch.equal(out, plan.shard(expected.detach()[row], rank, dim, side=side))
+            assert torch.equal(grad, plan.shard(reference.grad[row], rank, dim, side=side))
 
 
-def test_labels_are_shifted_before_the_cut() -> None:
-    plan = plan_for(4)
-    tokens = torch.randint(0, 9, (2, LENGTH))
-    shifted = torch.full_like(tokens, -100)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "side", "dim", "keys"), covering(*AXES[:2], ["q"], [0, 1], [False, True], possible=fits), ids=str
+)
+def test_labels_and_positions(kind: str, ranks: int, side: str, dim: int, keys: bool) -> None:
+    """Labels are shifted before the cut; tensors of the keys lie as their own layout says."""
+    plan, found = plan_of(kind, ranks), sequences(kind)
+    rows = slice(None) if dim else 0
+    tokens, states = torch.randint(0, 50, (2, plan.seq_len)), torch.randn(2, plan.kv_len, 3)
     positions = torch.zeros_like(tokens)
-    for first, last in itertools.pairwise(CU):
-        shifted[:, first : last - 1] = tokens[:, first + 1 : last] if last > first else tokens[:, 0:0]
-        positions[:, first:last] = torch.arange(last - first)
+    for row, of_row in zip(positions, found, strict=True):
+        for start, count in of_row:
+            row[start : start + count] = torch.arange(count)
+    shifted, kept = (rolled(tokens, found, shifts, -100)[rows] for shifts in (-1, 0))  # padding alone is ignored
+    batch = {"input_ids": tokens[rows], "labels": tokens[rows]}
+    options: dict[str, Any] = {"cu_seqlens": offsets_of(kind), "dim": dim}
+    if keys and "cross" in kind:
+        batch["states"], options["kv"] = states[rows], ["states"]
 
-    def on_rank(rank: int, mesh: object) -> dict[str, torch.Tensor]:
-        return spanwise.shard_batch({"input_ids": tokens, "labels": tokens}, plan, mesh, cu_seqlens=CU)
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[dict[str, Any], dict[str, Any]]:
+        ready = batch | {"labels": kept}
+        return spanwise.shard_batch(batch, plan, mesh, **options), spanwise.shard_batch(
+            ready, plan, mesh, shift_labels=False, **options
+        )
 
-    for rank, got in enumerate(run_ranks(4, on_rank)):
-        assert torch.equal(got["input_ids"], plan.shard(tokens, rank))
-        assert torch.equal(got["labels"], plan.shard(shifted, rank))
-        assert torch.equal(got["position_ids"], plan.shard(positions, rank))
-    kept = run_ranks(
-        4, lambda rank, mesh: spanwise.shard_batch({"labels": shifted}, plan, mesh, cu_seqlens=CU, shift_labels=False)
-    )
-    assert all(torch.equal(got["labels"], plan.shard(shifted, rank)) for rank, got in enumerate(kept))
-
-
-def test_batches_without_a_batch_dim_are_rows_of_one_with() -> None:
-    plan = plan_for(3)
-    tokens, features = torch.randint(0, 9, (LENGTH,)), torch.randn(LENGTH, 2, 3)
-    batch = {"labels": tokens, "features": features}
-
-    def on_rank(rank: int, mesh: object) -> tuple[dict, dict]:
-        flat = spanwise.shard_batch(batch, plan, mesh, cu_seqlens=CU, dim=0)
-        row = spanwise.shard_batch({k: x[None] for k, x in batch.items()}, plan, mesh, cu_seqlens=CU)
-        flat["rolled"] = spanwise.roll(flat["features"], 3, plan, mesh, CU, dim=0, fill_value=7)
-        row["rolled"] = spanwise.roll(row["features"], 3, plan, mesh, CU, fill_value=7)
-        return flat, row
-
-    for flat, row in run_ranks(3, on_rank):
-        assert flat.keys() == row.keys() == {"labels", "features", "position_ids", "rolled"}
-        for name in flat:
-            assert torch.equal(flat[name], row[name][0])
+    for rank, (got, ready) in enumerate(run_ranks(ranks, on_rank)):
+        wanted = {"input_ids": tokens[rows], "labels": shifted, "position_ids": positions[rows]}
+        assert got.keys() == ready.keys() == batch.keys() | {"position_ids"}
+        for name, want in wanted.items():
+            assert torch.equal(got[name], plan.shard(want, rank, dim)), name
+        assert torch.equal(ready["labels"], plan.shard(kept, rank, dim))
+        if "states" in batch:
+            assert torch.equal(got["states"], plan.shard(states[rows], rank, dim, side="kv"))
 
 
-def test_dims_that_do_not_fit_are_refused() -> None:
-    plan, batched = plan_for(1), plan_for(1, batched=True)
-    rows = [CU, [0, LENGTH]]
-    flat, square = torch.zeros(LENGTH), torch.zeros(LENGTH, LENGTH)
-    with pytest.raises(ValueError, match=r"dim must be 1 .* or 0 .* got 2"):
-        spanwise.shard_batch({"x": square}, plan, None, cu_seqlens=CU, dim=2)
-    with pytest.raises(ValueError, match=r"batch\['x'\] must have size 45 in dim 1, got \(45,\)"):
-        spanwise.shard_batch({"x": flat}, plan, None, cu_seqlens=CU)
-    with pytest.raises(ValueError, match=r"batch\['x'\] must have size 45 in dim 0, got \(2, 45\)"):
-        spanwise.shard_batch({"x": torch.zeros(2, LENGTH)}, plan, None, cu_seqlens=CU, dim=0)
-    with pytest.raises(ValueError, match="cu_seqlens has 2 rows, the batch has no batch dim"):
-        spanwise.shard_batch({"x": flat}, plan, None, cu_seqlens=rows, dim=0)
-    with pytest.raises(ValueError, match="lays out 2 batch rows differently"):
-        spanwise.shard_batch({"x": square}, batched, None, cu_seqlens=CU, dim=0)
-    with pytest.raises(ValueError, match="cu_seqlens has 2 rows, so batch_dim must be a dim of that size"):
-        spanwise.roll(torch.zeros(LENGTH, 2), 1, plan, None, rows, dim=0)
+def test_keys_whose_documents_only_their_offsets_tell() -> None:
+    """Cross attention without a packing: the mask does not say where documents of keys are."""
+    plan = spanwise.make_plan(SpanMask.full(9, 14), 2)
+    x, cu = torch.arange(14), [0, 5, 14]
+    expected = rolled(x[None], [[(0, 5), (5, 9)]], -1, -1)[0]
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> torch.Tensor:
+        mine = spanwise.shard(plan, mesh, x, 0, side="kv")
+        return spanwise.roll(mine, -1, plan, mesh, cu, dim=0, fill_value=-1, side="kv")
+
+    for rank, got in enumerate(run_ranks(2, on_rank)):
+        assert torch.equal(got, plan.shard(expected, rank, 0, side="kv"))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+# ---------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), [(1, 2), (2, 1), (4, 2)])
 def test_loss_is_the_mean_over_all_valid_tokens(num_ranks: int, micro_batches: int) -> None:
     """Averaging parameter gradients over ranks, as FSDP2 does, gives one device's gradient."""
-    plan = plan_for(num_ranks)
+    plan = plan_of("documents", num_ranks)
     hidden = torch.randn(micro_batches, 2, LENGTH, 6, dtype=torch.float64)
     labels = torch.randint(0, 11, (micro_batches, 2, LENGTH))
     labels[torch.rand(labels.shape) < 0.4] = -100
@@ -159,35 +224,27 @@ def test_loss_is_the_mean_over_all_valid_tokens(num_ranks: int, micro_batches: i
     if num_ranks == 1:
         labels[:, 0, 5] = 3
     weight = torch.randn(11, 6, dtype=torch.float64)
-
     reference = weight.clone().requires_grad_()
     expected = F.cross_entropy((hidden @ reference.T).flatten(0, -2), labels.flatten())
     expected.backward()
-    num_valid = int((labels != -100).sum())
+    num_valid = int((labels != -100).sum()) if micro_batches > 1 else None
 
-    def on_rank(rank: int, mesh: object) -> tuple[float, torch.Tensor]:
-        local = weight.clone().requires_grad_()
-        total = 0.0
-        for micro in range(micro_batches):
-            logits = spanwise.shard(plan, mesh, hidden[micro]) @ local.T
-            loss = spanwise.cross_entropy(
-                logits,
-                spanwise.shard(plan, mesh, labels[micro]),
-                mesh,
-                num_valid=num_valid if micro_batches > 1 else None,
-            )
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[float, torch.Tensor]:
+        local, total = weight.clone().requires_grad_(), 0.0
+        for x, y in zip(hidden, labels, strict=True):
+            logits = spanwise.shard(plan, mesh, x) @ local.T
+            loss = spanwise.cross_entropy(logits, spanwise.shard(plan, mesh, y), mesh, num_valid=num_valid)
             loss.backward()
             total += loss.item()
         return total, local.grad
 
     results = run_ranks(num_ranks, on_rank)
-    for total, _ in results:
-        assert total == pytest.approx(expected.item(), rel=1e-12)
+    assert all(total == pytest.approx(expected.item(), rel=1e-12) for total, _ in results)
     torch.testing.assert_close(sum(grad for _, grad in results) / num_ranks, reference.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_loss_without_any_valid_token_is_zero() -> None:
-    def on_rank(rank: int, mesh: object) -> tuple[float, float]:
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[float, float]:
         logits = torch.ones(1, 3, 5, requires_grad=True)
         loss = spanwise.cross_entropy(logits, torch.full((1, 3), -100), mesh)
         loss.backward()
@@ -204,52 +261,107 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(logits.float(), labels))
 
 
-def test_documents_are_not_guessed() -> None:
-    """Spans do not tell where documents start; where the mask has a cut, the offsets have to be given."""
-    tokens = {"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}
-    packed = spanwise.make_plan(SpanMask.documents(CU) & SpanMask.causal(LENGTH), 1)
-    with pytest.raises(ValueError, match="no span of the mask crosses token 1, .* pass cu_seqlens"):
-        spanwise.shard_batch(tokens, packed, None)
-    with pytest.raises(ValueError, match="a RankPlan does not know its documents"):
-        spanwise.roll(tokens["labels"], -1, packed.local(None), None)
-    whole = spanwise.shard_batch(tokens, packed, None, cu_seqlens=[0, LENGTH])
-    assert torch.equal(whole["position_ids"][0], torch.arange(LENGTH))
+# ---------------------------------------------------------------- documents are known, or given; never guessed
+
+TOKENS = {"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}
+
+
+def test_positions_of_masks_that_have_no_cut() -> None:
     known = spanwise.make_plan(SpanMask.documents(CU), 1, cu_seqlens=CU)
-    assert spanwise.shard_batch(tokens, known, None)["position_ids"].max() == 18
-    local = spanwise.shard_batch(tokens, known.local(None), None, cu_seqlens=CU)
-    assert torch.equal(local["position_ids"], spanwise.shard_batch(tokens, known, None)["position_ids"])
+    assert spanwise.shard_batch(TOKENS, known, None)["position_ids"].max() == 18
+    local = spanwise.shard_batch(TOKENS, known.local(None), None, cu_seqlens=CU)
+    assert torch.equal(local["position_ids"], spanwise.shard_batch(TOKENS, known, None)["position_ids"])
     for mask in (SpanMask.causal(LENGTH), SpanMask.sliding_window(LENGTH, 2), SpanMask.full(LENGTH)):
-        got = spanwise.shard_batch(tokens, spanwise.make_plan(mask, 1), None)
+        got = spanwise.shard_batch(TOKENS, spanwise.make_plan(mask, 1), None)
         assert torch.equal(got["position_ids"][0], torch.arange(LENGTH))
+    # Without labels to shift and positions to count, nobody asks where documents start.
+    cross = spanwise.make_plan(SpanMask.full(8, 12), 1, balancer="contiguous")
+    batch = {"input_ids": torch.arange(8), "position_ids": torch.arange(8), "states": torch.randn(12, 3)}
+    local = spanwise.shard_batch(batch, cross, None, dim=0, kv=["states"])
+    assert all(torch.equal(local[name], batch[name]) for name in batch)
 
 
-def test_what_cannot_be_sharded_is_refused() -> None:
-    plan = plan_for(2)
-    with pytest.raises(ValueError, match="only tensors can be sharded, got a NoneType"):
-        plan.shard({"a": None}, 0)
-    with pytest.raises(ValueError, match="shifts must be an integer"):
-        spanwise.roll(torch.zeros(1, LENGTH), 0.5, plan_for(1), None, CU)
-
-    def other_ranks_plan(rank: int, mesh: object) -> None:
-        x = torch.zeros(1, plan.layout.num_tokens(1 - rank))
-        with pytest.raises(ValueError, match=f"this is rank {rank}, and the rank plan is rank {1 - rank}'s"):
-            spanwise.unshard(build(plan, 1 - rank), mesh, x)
-        with pytest.raises(ValueError, match=f"this is rank {rank}, and the rank plan is rank {1 - rank}'s"):
-            q = torch.zeros(1, 2, x.shape[1], 8)
-            spanwise.context_parallel_attention(q, q, q, build(plan, 1 - rank), mesh)
-
-    run_ranks(2, other_ranks_plan)
+class Wrong(NamedTuple):
+    call: Callable[[], Any]
+    message: str
 
 
-@pytest.mark.parametrize(
-    ("cu", "message"),
-    [
-        ([0, 5, 3, LENGTH], "must not decrease"),
-        ([1, LENGTH], "begin with 0"),
-        ([0, 9], "end with seq_len 45, got 9"),
-        ([0.0, 45.0], "integer"),
-    ],
-)
-def test_bad_offsets(cu: list, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        spanwise.shard_batch({"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}, plan_for(1), None, cu_seqlens=cu)
+ONE, BATCHED = plan_of("documents", 1), plan_of("rows", 1)
+CROSSED, PADDING = plan_of("cross", 1), plan_of("padded chunks", 1)
+CUT = spanwise.make_plan(SpanMask.documents(CU) & SpanMask.causal(LENGTH), 1)
+PLAIN_CROSS = spanwise.make_plan(SpanMask.full(9, 14), 1)
+FLAT, SQUARE, KEYS = torch.zeros(LENGTH), torch.zeros(LENGTH, LENGTH), torch.zeros(14)
+STATES = {"states": torch.zeros(37, 3), "labels": torch.zeros(24, dtype=torch.int64)}
+IDS = torch.zeros(64, dtype=torch.int64)
+shard_batch, roll = spanwise.shard_batch, spanwise.roll
+WRONG = [
+    Wrong(lambda: ONE.shard({"a": None}, 0), "NoneType"),
+    Wrong(lambda: ONE.shard(torch.zeros(2, 44), 0), "45 tokens"),
+    Wrong(lambda: BATCHED.shard(torch.zeros(LENGTH, 3), 0, dim=0), "batch_dim=None"),
+    Wrong(lambda: roll(FLAT[None], 0.5, ONE, None, CU), "shifts"),
+    Wrong(lambda: roll(torch.zeros(LENGTH, 2), 1, ONE, None, ROWS, dim=0), "cu_seqlens has 2 rows"),
+    Wrong(lambda: shard_batch({"x": SQUARE}, ONE, None, cu_seqlens=CU, dim=2), "got 2"),
+    Wrong(lambda: shard_batch({"x": FLAT}, ONE, None, cu_seqlens=CU), r"batch\['x'\] .*\(45,\)"),
+    Wrong(lambda: shard_batch({"x": torch.zeros(2, LENGTH)}, ONE, None, cu_seqlens=CU, dim=0), r"\(2, 45\)"),
+    Wrong(lambda: shard_batch({"x": FLAT}, ONE, None, cu_seqlens=ROWS, dim=0), "cu_seqlens has 2 rows"),
+    Wrong(lambda: shard_batch({"x": SQUARE}, BATCHED, None, cu_seqlens=CU, dim=0), "2 batch rows"),
+    *(Wrong(lambda cu=cu: shard_batch(TOKENS, ONE, None, cu_seqlens=cu), text) for cu, text in (
+        ([0, 5, 3, LENGTH], "must not decrease"), ([1, LENGTH], "begin with 0"), ([0, 9], "got 9"),
+        ([0.0, 45.0], "integer"))),
+    # Spans do not tell where documents start; where the mask has a cut, the offsets have to be given.
+    Wrong(lambda: shard_batch(TOKENS, CUT, None), "crosses token 1, .* pass cu_seqlens"),
+    Wrong(lambda: roll(FLAT[None], -1, ONE.local(None), None), "RankPlan .*pass cu_seqlens"),
+    Wrong(lambda: roll(KEYS, -1, PLAIN_CROSS, None, dim=0, side="kv"), r"pass cu_seqlens \(\[0, 14\]"),
+    Wrong(lambda: roll(KEYS, -1, PLAIN_CROSS, None, [0, 9], dim=0, side="kv"), "seq_len 14, got 9"),
+    Wrong(lambda: shard_batch({"labels": IDS[:9]}, PLAIN_CROSS, None, dim=0), "where documents start"),
+    # A packing knows its sequences.
+    Wrong(lambda: shard_batch({"labels": IDS}, PADDING, None, cu_seqlens=[0, 64], dim=0), "leave cu_seqlens out"),
+    Wrong(lambda: roll(IDS, -1, PADDING, None, [0, 64], dim=0), "leave cu_seqlens out"),
+    Wrong(lambda: roll(IDS, -1, PADDING.local(None), None, dim=0), "packed sequences .* pass the Plan"),
+    Wrong(lambda: roll(IDS, -1, PADDING.local(None), None, [0, 64], dim=0), "packed sequences .* pass the Plan"),
+    # Tensors of the keys.
+    Wrong(lambda: spanwise.shard(CROSSED, None, IDS, 0, side="kv"), "37 tokens"),
+    Wrong(lambda: spanwise.shard(CROSSED, None, IDS, 0, side="k"), "got 'k'"),
+    Wrong(lambda: spanwise.unshard(CROSSED, None, IDS[:24], 0, side="kv"), "rank 0's 37 keys"),
+    Wrong(lambda: spanwise.unshard(CROSSED, None, IDS[:37], 0), "rank 0's 24 tokens"),
+    Wrong(lambda: spanwise.unshard(CROSSED, None, IDS, 0, side="k"), "got 'k'"),
+    Wrong(lambda: roll(IDS, 1, CROSSED, None, dim=0, side="k"), "got 'k'"),
+    Wrong(lambda: shard_batch(STATES, CROSSED, None, dim=0), r"batch\['states'\] .* give kv=\['states'\]"),
+    *(Wrong(lambda kv=kv: shard_batch(STATES, CROSSED, None, dim=0, kv=kv), "kv must name")
+      for kv in (["states", "labels"], ["more"], "states")),
+    Wrong(lambda: shard_batch(STATES | {"states": IDS[:24]}, CROSSED, None, dim=0, kv=["states"]), "size 37 in dim 0"),
+    Wrong(lambda: shard_batch({"states": STATES["states"]}, CROSSED, None, dim=0, kv=["states"]), "only .'states'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_wrong_calls(number: int) -> None:
+    with pytest.raises(ValueError, match=WRONG[number].message):
+        WRONG[number].call()
+
+
+def test_the_rank_plan_of_another_rank_is_refused() -> None:
+    plan = plan_of("documents", 2)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        other, message = build(plan, 1 - rank), f"this is rank {rank}, and the rank plan is rank {1 - rank}'s"
+        x = torch.zeros(1, 2, plan.layout.num_tokens(1 - rank), 8)
+        with pytest.raises(ValueError, match=message):
+            spanwise.unshard(other, mesh, x[0, :, :, 0])
+        with pytest.raises(ValueError, match=message):
+            spanwise.context_parallel_attention(x, x, x, other, mesh)
+
+    run_ranks(2, on_rank)
+
+
+def test_keys_need_the_plan_not_a_rank_plan() -> None:
+    """It does not know where other ranks' keys lie."""
+    plan = plan_of("cross", 2)
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        keys = torch.zeros(len(plan.kv_layout.indices(rank)))
+        for call in (spanwise.unshard, lambda p, m, x, dim, side: roll(x, 1, p, m, [0, 37], dim=dim, side=side)):
+            with pytest.raises(ValueError, match="RankPlan .*Plan"):
+                call(plan.local(mesh), mesh, keys, 0, side="kv")
+
+    run_ranks(2, on_rank)

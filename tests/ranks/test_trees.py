@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import TokenTree
+from tests.pairs import covering
 from tests.ranks.harness import run_ranks
 
 VOCAB, HEADS, HEAD_DIM = 11, 12, 2
-EXCHANGES = ["needed", "all_gather", "ring", "ulysses", "hierarchical"]
 WIDTH = HEADS * HEAD_DIM
 
 
@@ -101,9 +101,7 @@ def expected(seed: int) -> Expected:
     )
 
 
-def check(
-    num_ranks: int, exchange: str, balancer: str, dtype: torch.dtype = torch.float64, kernel: str = "reference"
-) -> None:
+def check(num_ranks: int, exchange: str, balancer: str, dtype: torch.dtype, kernel: str) -> None:
     seed = 0
     wanted = expected(seed)
     found = spanwise.tree_from_sequences(wanted.sequences)
@@ -159,22 +157,16 @@ def _trees(tree: TokenTree) -> list[tuple[int, int]]:
     return list(itertools.pairwise(roots))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_tree_is_every_sequence_alone(num_ranks: int, exchange: str) -> None:
-    check(num_ranks, exchange, "local")
-
-
 @pytest.mark.parametrize(
-    "balancer", ["contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"]
-)
-def test_every_balancer(balancer: str) -> None:
-    check(4, "needed", balancer)
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_in_float32(exchange: str) -> None:
-    check(4, exchange, "local", torch.float32, "sdpa")
+    ("num_ranks", "exchange", "balancer", "precision"),
+    covering(
+        [1, 2, 3, 4], ["needed", "all_gather", "ring", "ulysses", "hierarchical"],
+        ["local", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"],
+        [(torch.float64, "reference"), (torch.float32, "sdpa")],
+    ),
+)  # fmt: skip
+def test_a_tree_is_every_sequence_alone(num_ranks: int, exchange: str, balancer: str, precision: Any) -> None:
+    check(num_ranks, exchange, balancer, *precision)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 40])
