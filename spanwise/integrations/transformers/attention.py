@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import spanwise
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.batches import OTHER, UNKNOWN, PlannedBatch, empty_mask, kind_of, planned_of
+from spanwise.integrations.transformers.indexed import Selection, reading
 from spanwise.integrations.transformers.masks import CHUNKED, FULL, SLIDING
 
 PREFIX = "spanwise_"
@@ -34,7 +35,7 @@ _KNOWN = frozenset([
     "cache_position", "past_key_values", "use_cache", "output_attentions", "output_hidden_states",
     "output_router_logits", "num_items_in_batch", "return_dict", "is_causal", "is_training", "layer_idx", "labels",
     "shift_labels", "logits_to_keep", "input_ids", "token_type_ids", "mm_token_type_ids", "attention_mask",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic", "indices",
 ])  # fmt: skip
 
 
@@ -69,6 +70,9 @@ def attention(
             raise ValueError(f"{name} was called without the plan of its batch; its model must pass keywords on")
         if expand is not None:
             key, value = expand(key, value)
+        if isinstance(selection := kwargs.get("indices"), Selection):
+            attention_mask = selection.masked(attention_mask, key.shape[2], query.dtype)
+            kwargs["indices"] = None
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     # Models may pass them by position, in the order of eager attention.
     kwargs |= dict(zip(("scaling", "dropout")[: len(args)], args, strict=True))
@@ -80,9 +84,20 @@ def attention(
     sinks = kwargs.get("s_aux")
     if isinstance(sinks, DTensor) and not isinstance(query, DTensor):  # tensor parallelism has sharded heads
         sinks = sinks.to_local(grad_placements=sinks.placements)
-    scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+    scale, softcap, score_mod = kwargs.get("scaling"), kwargs.get("softcap"), None
+    if isinstance(selection := kwargs.get("indices"), Selection):
+        score_mod = reading(selection.picked(planned), planned.plan.tokens[0])
     out = spanwise.context_parallel_attention(
-        query, key, value, planned.plan, mask_name=mask_name, scale=scale, softcap=softcap, sinks=sinks, expand=expand
+        query,
+        key,
+        value,
+        planned.plan,
+        mask_name=mask_name,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        expand=expand,
+        score_mod=score_mod,
     )
     return out.transpose(1, 2).contiguous(), None
 

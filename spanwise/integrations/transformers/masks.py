@@ -22,6 +22,8 @@ from spanwise.integrations.transformers.batches import Batch, Documents, find_do
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 # Types of layers that have a mixer of `mixers.table`, and the kind of attention that they have beside it.
 MIXED: dict[str, str | None] = {"linear_attention": None, "conv": None, "hybrid": FULL}
+INDEXED = "indexed_attention"  # an indexer picks the keys of each query; see `indexed`
+_KINDS_OF = MIXED | {INDEXED: FULL}
 _WITHIN_TOKENS = ("mlp", "moe")
 NO_ATTENTION = "linear_attention"  # name of the mask of models without attention: each token reads itself
 # Attributes of configs: heads, key dim and value dim of a state (1: no such dim), width of the convolution (1: none),
@@ -87,7 +89,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
             raise ValueError(f"{name} tells neither layer_types nor num_hidden_layers, so no masks")
         chunked = _of_all_layers(config, "attention_chunk_size")
         kinds = [SLIDING if windowed is not None else CHUNKED if chunked is not None else FULL] * number
-    known = [*KINDS, *MIXED, *_WITHIN_TOKENS]
+    known = [*KINDS, INDEXED, *MIXED, *_WITHIN_TOKENS]
     unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise ValueError(f"{name} has layers of type {unknown}; context parallelism takes those among {known}")
@@ -111,7 +113,7 @@ def _of_all_layers(config: Any, name: str) -> Any:
 
 def layer_kinds(config: Any) -> tuple[str | None, ...]:
     """The kind of attention of each layer of a model's config, as `layer_types` tells; None for those without."""
-    return tuple(kind if kind in KINDS else MIXED.get(kind) for kind in layer_types(config))
+    return tuple(kind if kind in KINDS else _KINDS_OF.get(kind) for kind in layer_types(config))
 
 
 def mask_weights(config: Any) -> dict[str, int]:

@@ -29,6 +29,7 @@ from spanwise.integrations.transformers.batches import (
     kind_of,
     planned_of,
 )
+from spanwise.integrations.transformers.indexed import defer
 from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, signature_of, site_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
 from spanwise.integrations.transformers.mixers import attach, conv_width
@@ -173,6 +174,7 @@ def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             if isinstance(index, int) and index < len(kinds):
                 setattr(module, KIND, kinds[index])
                 keep_latents(module)
+                defer(module)
 
 
 def _is_cached(kwargs: Mapping[str, Any]) -> bool:

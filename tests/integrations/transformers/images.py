@@ -26,7 +26,7 @@ _IMAGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"), _CROPS),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STRIP),
     **dict.fromkeys(("idefics", "idefics2", "idefics3", "smolvlm"), _OF_ROWS),
-    **dict.fromkeys(("mistral3", "lighton_ocr"), _LARGER | dict(image_sizes=[[56, 56]])),
+    **dict.fromkeys(("mistral3", "mistral_large4", "lighton_ocr"), _LARGER | dict(image_sizes=[[56, 56]])),
     **dict.fromkeys(("paddleocr_vl", "kimi_k25"), dict(pixel_values=(16, 3, 14, 14)) | _GRID),
     **dict.fromkeys(("muse_glimmer", "muse_spark"), dict(pixel_values=(16, 1176)) | _GRID),
     "instructblipvideo": _OF_ROWS | dict(qformer_input_ids=[[3, 4, 5, 6]]),

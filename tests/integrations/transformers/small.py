@@ -27,17 +27,17 @@ _TEXT = _each(
         "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads": 4,
         "intermediate_size ffn_dim decoder_ffn_dim n_inner ffn_hidden_size": 96,
         "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads": 4,
-        "num_experts_per_tok moe_topk moe_k num_key_value_heads linear_num_key_heads indexer_n_heads": 2,
+        "num_experts_per_tok moe_topk moe_k num_key_value_heads linear_num_key_heads indexer_n_heads index_n_heads": 2,
         "n_group topk_group first_k_dense_replace moe_layer_start_index encoder_layers indexer_kv_heads": 1,
         "shared_expert_intermediate_size shared_intermediate_size moe_intermediate_size": 32,
         "max_position_embeddings n_positions": 512,
-        "sliding_window attention_chunk_size indexer_head_dim indexer_budget": 16,
+        "sliding_window attention_chunk_size indexer_head_dim indexer_budget index_head_dim": 16,
         "kv_lora_rank qk_nope_head_dim v_head_dim head_dim kv_channels": 16,
         "vocab_size vocab_size_per_layer_input": VOCAB,
         "qk_rope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank linear_key_head_dim": 8,
     }
 )
-_TEXT |= dict(q_lora_rank=24, linear_value_head_dim=12, indexer_compress_ratio=4, num_kv_shared_layers=0)
+_TEXT |= dict(q_lora_rank=24, index_topk=6, linear_value_head_dim=12, indexer_compress_ratio=4, num_kv_shared_layers=0)
 _TEXT |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, is_decoder=True)
 _ENCODER = _each(
     {
@@ -91,7 +91,7 @@ _MORE: dict[str, dict[str, Any]] = _each(
         "cohere_compass_text": dict(
             rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4} | _SECTIONS}
         ),
-        "glm5_next_text": dict(qk_rope_head_dim=0, head_dim=0, linear_head_dim=8, linear_num_heads=2),
+        "glm5_next_text": dict(index_topk=16, qk_rope_head_dim=0, head_dim=0, linear_head_dim=8, linear_num_heads=2),
         "step3p5": dict(sliding_window=16, share_expert_dim=32, num_hidden_layers=4)
         | dict(layer_types=["sliding_attention", "full_attention"] * 2),
         "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),

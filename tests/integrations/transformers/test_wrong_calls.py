@@ -175,7 +175,7 @@ WRONG: dict[str, tuple[Call, str]] = {
     "inkling": (meta("inkling_text", **SMALL), "hybrid_sliding"),
     "bart": (meta("bart", d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
     "xmod": (meta("xmod", **SMALL | dict(is_decoder=True)), "rule of its own"),
-    "deepseek_v32": (planned(BATCH, lambda: AutoConfig.for_model("deepseek_v32")), "indexed_attention"),
+    "deepseek_v4": (planned(BATCH, lambda: AutoConfig.for_model("deepseek_v4")), "compressed_sparse_attention"),
     "neomme": (planned(BATCH, lambda: AutoConfig.for_model("neomme")), "differ in sliding_window"),
     "perceiver": (planned(BATCH, lambda: AutoConfig.for_model("perceiver")), "layer_types nor num_hidden_layers"),
     "pooler": (attached(lambda: BertModel(tiny.config_of("bert"))), "the pooler of BertModel"),
