@@ -160,25 +160,26 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _with_dtensors(q, k, v, call)
-    rows = (k, v)
+    check_transforms(q, k, v)
+    local, mesh, kernel = _resolved(q, call)
+    rows, compact = (k, v), None
     if call.expand is not None:
-        check_rows(*rows, call.expand)
-        k, v = Compact(call.expand, rows).expanded()
-    local, mesh, kernel = _checked(q, k, v, call)
+        check_rows(k, v, call.expand, local.key_tokens.shape[1])
+        rows = zero_in_padding(k, local.kv_valid), zero_in_padding(v, local.kv_valid)
+        compact = Compact(call.expand, rows)
+        k, v = compact.expanded()
+    _check(q, k, v, local, kernel, call)
     compared = None if mesh is None or local.num_ranks == 1 else _compare(q, k, v, rows, local, mesh, kernel.name, call)
     here = eager(compared)
     mask, sinks, request, score_mod = call.mask, call.sinks, call.request, call.options.score_mod
     chunks, batch, flat = local.chunks[mask], q.shape[0], local.chunks[mask][0].flat
     q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
-    compact = None
-    if call.expand is not None and local.trade is None:
-        compact = Compact(call.expand, tuple([zero_in_padding(x, local.kv_valid) for x in rows]))
     num_heads, first = q.shape[1], 0
     if local.trade is not None:
         assert mesh is not None
         group = inner_group(mesh)
         q, k, v = ulysses.to_heads(q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade, call=here)
-        first = local.trade.rank * q.shape[1]
+        first, compact = local.trade.rank * q.shape[1], None
         sinks = None if sinks is None else sinks[first : first + q.shape[1]]
         score_mod = None if score_mod is None else _for_later_heads(score_mod, first)
     tokens = local.query_tokens
@@ -242,15 +243,9 @@ def _compare(
     return compare_call("context_parallel_attention", facts, mesh, (q, *rows), sizes=named, plan=local.digest)
 
 
-def _checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
-) -> tuple[RankPlan, DeviceMesh | None, Kernel]:
-    """The rank plan, its mesh and the kernel, after all checks that one rank can make.
-
-    All errors come first: an error on one rank after an exchange has started would leave the others waiting.
-    """
+def _resolved(q: torch.Tensor, call: _Call) -> tuple[RankPlan, DeviceMesh | None, Kernel]:
+    """The rank plan, its mesh and the kernel."""
     plan, options, request = call.plan, call.options, call.request
-    check_transforms(q, k, v)
     check_plan(plan, "context_parallel_attention")
     if not isinstance(request, AuxRequest):
         raise ValueError(f"return_aux must be spanwise.AuxRequest(lse=…, max_logit=…) or None, got {request!r}")
@@ -262,6 +257,14 @@ def _checked(
         check_rank(local, mesh)
     if call.mask not in local.chunks:
         raise ValueError(f"the plan has no mask named {call.mask!r}; it has {sorted(local.chunks)}")
+    return local, mesh, kernel
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, kernel: Kernel, call: _Call) -> None:
+    """All checks of the tensors that one rank can make.
+
+    Before the exchange: an error on one rank after it has started would leave the others waiting.
+    """
     own = local.chunks[call.mask][0]
     check_shapes(q, k, v, local, own.rows, call.sinks)
     fix_sizes(*[size for x in (q, k, v) for size in (x.shape[1], x.shape[3])])
@@ -270,8 +273,7 @@ def _checked(
     likes = (q, k, v) if local.trade is None else ulysses.traded_like(q, k, v, local.trade, local.kv_trade)
     if own.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
-    kernel.check(*likes, own, options, max_logit=request.max_logit)
-    return local, mesh, kernel
+    kernel.check(*likes, own, call.options, max_logit=call.request.max_logit)
 
 
 def merged(

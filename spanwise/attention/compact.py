@@ -81,12 +81,13 @@ def _expand(expand: Callable[[torch.Tensor, torch.Tensor], Any], *rows: torch.Te
     return k, v
 
 
-def check_rows(k: torch.Tensor, v: torch.Tensor, expand: object) -> None:
+def check_rows(k: torch.Tensor, v: torch.Tensor, expand: object, tokens: int) -> None:
     """``ValueError`` unless `k` and `v` can travel and be expanded."""
     if not callable(expand):
         raise ValueError(f"expand must be a function from two tensors of rows to K and V, got {expand!r}")
-    if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or k.dtype != v.dtype:
+    alike = k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
+    if not alike or k.shape[2] != tokens:
         raise ValueError(
-            f"with expand, k and v are [batch, heads, tokens, dim] of one dtype, the last dim aside alike, got "
-            f"{tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
+            f"with expand, k and v are [batch, heads, {tokens} tokens of this rank, dim] of one dtype and, but for "
+            f"dim, of one shape, got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )

@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
@@ -16,12 +17,20 @@ import spanwise
 from spanwise import AuxRequest, SpanMask
 from tests.oracle import dense_attention
 from tests.pairs import covering, named
+from tests.ranks.calls import CU_SEQLENS, EXCHANGES, LENGTH
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_attention import EXCHANGES, KERNELS, LENGTH, masks
 
 # Latents [B, 1, T, LATENT] and rotary keys [B, 1, T, ROPE] travel.
 HEADS, NOPE, ROPE, V_DIM, LATENT = 12, 6, 2, 5, 3
+KERNELS = {"reference": (torch.float64, 1e-10), "sdpa": (torch.float32, 1e-5)}  # dtype and tolerance
+MASKS = {
+    "causal": SpanMask.causal(LENGTH),
+    "documents": SpanMask.documents(CU_SEQLENS),
+    "window": SpanMask.sliding_window(LENGTH, 9, 2),
+    "two spans": SpanMask.block_causal(LENGTH, 8, num_previous=1, global_tokens=3),
+    "nothing": SpanMask(np.zeros((1, LENGTH), int), np.zeros((1, LENGTH), int), LENGTH),
+}
 
 
 class Expansion(torch.nn.Module):
@@ -94,12 +103,12 @@ def check(whole: Expected, plan: spanwise.Plan, results: list[Any], tolerance: f
 
 @pytest.mark.parametrize(
     ("exchange", "num_ranks", "name", "kernel", "batch"),
-    covering(EXCHANGES, [1, 2, 3, 4], sorted(masks()), sorted(KERNELS), [1, 2]),
+    covering(EXCHANGES, [1, 2, 3, 4], sorted(MASKS), sorted(KERNELS), [1, 2]),
     ids=named,
 )
 def test_matches_one_device(exchange: dict[str, Any], num_ranks: int, name: str, kernel: str, batch: int) -> None:
     dtype, tolerance = KERNELS[kernel]
-    mask = masks()[name] if batch == 1 else SpanMask.stack([masks()[name], SpanMask.causal(LENGTH)])
+    mask = MASKS[name] if batch == 1 else SpanMask.stack([MASKS[name], SpanMask.causal(LENGTH)])
     whole = expected(mask, batch)
     plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", **exchange, block_size=8)
     results = run_ranks(num_ranks, lambda rank, mesh: step(whole, plan, mesh, dtype, kernel=kernel))
@@ -153,6 +162,22 @@ def test_autocast_holds_where_rows_are_expanded_again() -> None:
             return spanwise.context_parallel_attention(q, k, v, rank_plan, **options)
 
     check(whole, plan, run_ranks(2, lambda rank, mesh: step(whole, plan, mesh, torch.float32, attend)), 5e-2)
+
+
+def test_nothing_in_padding_spreads() -> None:
+    packing = spanwise.Packing([0, 20, 60], cu_seqlens_q_padded=[0, 24, 67])
+    mask = packing.mask()
+    whole, plan = expected(mask, 1), spanwise.make_plan(mask, 2, packing=packing, exchange="all_gather", block_size=4)
+
+    def results() -> list[Any]:
+        return run_ranks(2, lambda rank, mesh: step(whole, plan, mesh, torch.float64, kernel="reference"))
+
+    before = results()
+    check(whole, plan, before, 1e-10)
+    for x in whole.inputs:
+        x.data[:, :, torch.from_numpy(~packing.valid_q)] = torch.nan
+    for (x, weights, _), (y, others, _) in zip(before, results(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x + weights, y + others, strict=True))
 
 
 @pytest.mark.parametrize(
