@@ -1,8 +1,10 @@
-"""ContextParallel as a parallelize_module plan, on threaded ranks."""
+"""ContextParallel as a parallelize_module plan: numbers on every rank, and what it refuses."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import spanwise
 from spanwise import ContextParallel, SpanMask
-from tests.oracle import make_problem, relative_error
+from tests.oracle import make_problem
+from tests.ranks.calls import errors, leaves_of
+from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 LENGTH = 37
@@ -57,49 +61,6 @@ class Layer(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def run(inner: type[nn.Module], style: dict, call, plan=PLAN, heads=(4, 2), dim=2):
-    """Apply the style to ``{"layers.*.inner"}`` and make one call with gradients; (out, dq, dk, dv) of every rank."""
-    axes = (plan.num_groups, plan.inner) if 1 < plan.inner < plan.num_ranks else None
-    problem = make_problem(plan.masks.get(style.get("mask_name"), plan.mask()).dense(), heads=heads)
-
-    def on_rank(rank: int, mesh: object):
-        model = nn.ModuleDict({"layers": nn.ModuleList([Layer(inner())])})
-        mesh = mesh["cp"] if axes is None else mesh["outer", "inner"]
-        parallelize_module(model, mesh, {"layers.*.inner": ContextParallel(**style)})
-        leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
-        tensors = [x.transpose(1, 2) for x in leaves] if dim == 1 else leaves
-        out = call(model["layers"][0], tensors, plan, mesh)
-        out = out.transpose(1, 2) if dim == 1 else out
-        out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
-        return [out.detach(), *(x.grad for x in leaves)]
-
-    if axes is None:
-        return problem, run_ranks(plan.num_ranks, on_rank)
-    # Beside another axis, as beside data parallelism.
-    shape, names = (1, plan.num_groups, plan.inner), ("dp", "outer", "inner")
-    return problem, run_ranks(plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=names)
-
-
-def check(problem, results, plan=PLAN) -> None:
-    for rank, got in enumerate(results):
-        for x, whole in zip(got, (problem.out, problem.dq, problem.dk, problem.dv), strict=True):
-            assert relative_error(x, plan.shard(whole, rank, dim=2)) <= 1e-10
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda layer, t, plan, mesh: layer(*t, plan),
-        lambda layer, t, plan, mesh: layer(*t, attn_mask=plan),
-        lambda layer, t, plan, mesh: layer(q=t[0], k=t[1], v=t[2], attn_mask=plan.local(mesh)),
-        lambda layer, t, plan, mesh: layer(*t, plan, is_causal=False, dropout_p=0.0),
-    ],
-    ids=["positional", "keyword", "all keywords, RankPlan", "defaults spelled out"],
-)
-def test_sdpa_module(call) -> None:
-    check(*run(SDPA, {"attention_type": "sdpa"}, call))
-
-
 class Varlen(nn.Module):
     """As `torch.nn.attention.varlen.varlen_attn`, which is for a GPU, sequence by sequence."""
 
@@ -125,171 +86,134 @@ class Bidirectional(OffsetsAlone):
     window = (-1, -1)
 
 
-@pytest.mark.parametrize(
-    ("module", "call"),
-    [
-        (Varlen, lambda layer, t, plan, mesh: layer(*t, plan, plan, 20, 20)),
-        (Varlen, lambda layer, t, plan, mesh: layer(*t, cu_seq_q=plan, cu_seq_k=None, max_q=0, max_k=0, scale=None)),
-        (OffsetsAlone, lambda layer, t, plan, mesh: layer(*t, plan.local(mesh), 20)),
-    ],
-    ids=["both offsets", "keywords", "RankPlan"],
-)
-def test_varlen_module(module, call) -> None:
-    def packed(layer, tensors, plan, mesh):
-        out = call(layer, [x.squeeze(0).transpose(0, 1) for x in tensors], plan, mesh)
-        return out.transpose(0, 1).unsqueeze(0)
+def run(
+    inner: type[nn.Module], style: dict[str, Any], call: Callable[..., Any], plan: spanwise.Plan = PLAN,
+    heads: tuple[int, int] = (4, 2), scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Apply the style to ``{"layers.*.inner"}`` and make one call with gradients; `scale` is that of the module, as a
+    factor of the usual one."""
+    kind, dim = style.get("attention_type", "sdpa"), style.get("seq_dim", 2)
+    problem = make_problem(plan.masks.get(style.get("mask_name"), plan.mask()).dense(), heads=heads)
+    if scale != 1.0:
+        scaled = make_problem(plan.mask().dense(), heads=heads)
+        problem = scaled._replace(q=scaled.q / scale, dq=scaled.dq * scale)
 
-    check(*run(module, {"attention_type": "varlen"}, packed))
+    def on_rank(rank: int, mesh: Any) -> list[float]:
+        model: Any = nn.ModuleDict({"layers": nn.ModuleList([Layer(inner())])}).eval()
+        mesh = mesh["cp"] if mesh.ndim == 1 else mesh["outer", "inner"]
+        parallelize_module(model, mesh, {"layers.*.inner": ContextParallel(**{"attention_type": "sdpa"} | style)})
+        leaves, grad = leaves_of(plan, mesh, problem)
+        given = [x.squeeze(0).transpose(0, 1) if kind == "varlen" else x.transpose(dim, 2) for x in leaves]
+        out = call(model["layers"][0], given, plan, mesh)
+        out = out.transpose(0, 1).unsqueeze(0) if kind == "varlen" else out.transpose(dim, 2)
+        out.backward(grad)
+        return errors(plan, rank, problem, [out, *(x.grad for x in leaves)])
 
-
-def test_what_a_varlen_module_is_refused() -> None:
-    def refused(module, message, *args, **kwargs):
-        def on_rank(rank: int, mesh: object) -> None:
-            inner = module()
-            parallelize_module(inner, mesh["cp"], ContextParallel(attention_type="varlen"))
-            x = torch.zeros(CAUSAL.layout.num_tokens(rank), 2, 8)
-            inner(x, x, x, *args, **kwargs)
-
-        with pytest.raises(ValueError, match=message):
-            run_ranks(2, on_rank)
-
-    offsets = torch.tensor([0, LENGTH])
-    refused(Bidirectional, "on a causal probe of two sequences it differs")
-    refused(Varlen, "the mask must be a Plan, got a Tensor.*pass cu_seq_q=plan", offsets, None, 37, 37)
-    refused(Varlen, "two masks; cu_seq_k is the second", CAUSAL, offsets, 37, 37)
-    refused(Varlen, r"window_size=\(-1, 0\) is not supported", CAUSAL, CAUSAL, 37, 37, window_size=(-1, 0))
+    axes: dict[str, Any] = {}
+    if 1 < plan.inner < plan.num_ranks:  # beside another axis, as beside data parallelism
+        axes = {"mesh_shape": (1, plan.num_groups, plan.inner), "mesh_dim_names": ("dp", "outer", "inner")}
+    for found in run_ranks(plan.num_ranks, on_rank, **axes):
+        assert max(found) <= 1e-10
 
 
-def alibi(score, b, h, q_idx, kv_idx):
-    return score + 0.1 * (kv_idx - q_idx)
+def with_mask(layer: Any, t: Any, plan: Any, mesh: Any) -> Any:
+    return layer(*t, attn_mask=plan)
 
 
-def flex_steps(rank: int, mesh: object, problem, score_mod):
-    """A process of its own: flex_attention compiles for the probe, which other threads would notice."""
-    module = Flex()
-    parallelize_module(module, mesh["cp"], ContextParallel(attention_type="flex"))
-    leaves = [spanwise.shard(PLAN, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
-    out = module(*leaves, block_mask=PLAN, score_mod=score_mod)
-    assert torch.equal(module(*leaves, PLAN, score_mod=score_mod), out)
-    assert torch.equal(module(q=leaves[0], k=leaves[1], v=leaves[2], block_mask=PLAN, score_mod=score_mod), out)
-    out.backward(spanwise.shard(PLAN, mesh, problem.grad_out, dim=2))
-    return [out.detach(), *(x.grad for x in leaves)]
+VARLEN = {"attention_type": "varlen"}
+SDPA_CALLS = {
+    "positional": lambda layer, t, plan, mesh: layer(*t, plan),
+    "keyword": with_mask,
+    "all keywords, RankPlan": lambda layer, t, plan, mesh: layer(q=t[0], k=t[1], v=t[2], attn_mask=plan.local(mesh)),
+    "defaults spelled out": lambda layer, t, plan, mesh: layer(*t, plan, is_causal=False, dropout_p=0.0),
+}
+VARLEN_CALLS: dict[str, Any] = {
+    "both offsets": (Varlen, lambda layer, t, plan, mesh: layer(*t, plan, plan, 20, 20)),
+    "keywords": (
+        Varlen, lambda layer, t, plan, mesh: layer(*t, cu_seq_q=plan, cu_seq_k=None, max_q=0, max_k=0, scale=None),
+    ),
+    "RankPlan": (OffsetsAlone, lambda layer, t, plan, mesh: layer(*t, plan.local(mesh), 20)),
+}  # fmt: skip
 
 
-def test_flex_module_on_cpu_with_gradients(gloo_pool) -> None:
-    """PyTorch's flex_attention has no CPU backward; the style runs the sdpa kernel there."""
-    problem = make_problem(MASK.dense())
-    check(problem, gloo_pool.run(2, flex_steps, problem, None))
+@pytest.mark.parametrize("name", SDPA_CALLS)
+def test_sdpa_module(name: str) -> None:
+    run(SDPA, {}, SDPA_CALLS[name])
 
 
-def test_score_mod_of_the_call_sees_global_positions(gloo_pool) -> None:
-    problem = make_problem(MASK.dense())
-    q, k, v = (x.repeat_interleave(4 // x.shape[1], 1) for x in problem[:3])
-    i = torch.arange(LENGTH)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(8) + 0.1 * (i[None] - i[:, None])
-    expected = scores.masked_fill(~torch.from_numpy(MASK.dense()), -math.inf).softmax(-1) @ v
-    for rank, got in enumerate(gloo_pool.run(2, flex_steps, problem, alibi)):
-        assert relative_error(got[0], PLAN.shard(expected, rank, dim=2)) <= 1e-10
+@pytest.mark.parametrize("name", VARLEN_CALLS)
+def test_varlen_module(name: str) -> None:
+    module, call = VARLEN_CALLS[name]
+    run(module, VARLEN, call)
 
 
 def test_plan_of_the_style_serves_is_causal() -> None:
-    style = {"attention_type": "sdpa", "plan": CAUSAL}
-    check(*run(AlwaysCausal, style, lambda layer, t, plan, mesh: layer(*t), CAUSAL, heads=(4, 4)), CAUSAL)
-
-
-def test_sequence_in_dim_1() -> None:
-    style = {"attention_type": "sdpa", "seq_dim": 1}
-    check(*run(TokensFirst, style, lambda layer, t, plan, mesh: layer(*t, attn_mask=plan), dim=1))
-
-
-@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), (4, "ulysses"), ((2, 2), "ring"), ((2, 2), "needed")])
-@pytest.mark.parametrize("dim", [1, 2])
-def test_exchanges_and_meshes(num_ranks, exchange: str, dim: int) -> None:
-    plan = spanwise.make_plan(MASK, num_ranks, balancer="lpt", exchange=exchange, block_size=4)
-    style = {"attention_type": "sdpa", "seq_dim": dim}
-    inner = SDPA if dim == 2 else TokensFirst
-    check(*run(inner, style, lambda layer, t, plan, mesh: layer(*t, attn_mask=plan), plan, dim=dim), plan)
-
-
-@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), ((2, 2), "needed")])
-def test_a_packing_with_padding(num_ranks, exchange: str) -> None:
-    packing = spanwise.Packing([0, 5, 5, 12, 13], cu_seqlens_q_padded=[0, 8, 16, 32, 40])
-    plan = spanwise.make_plan(packing.mask(), num_ranks, balancer="dual_chunk", packing=packing, exchange=exchange)
-    style = {"attention_type": "sdpa"}
-    check(*run(SDPA, style, lambda layer, t, plan, mesh: layer(*t, plan), plan), plan)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "shape", "names", "message"),
-    [
-        ((2, 2), (4,), ("cp",), r"a 2-D cp mesh of shape \(2, 2\), got \(4,\)"),
-        (4, (2, 2), ("outer", "inner"), r"needs a 1-D mesh, got axes \('outer', 'inner'\).*_flatten"),
-        ((4, 2), (2, 4), ("outer", "inner"), r"a 2-D cp mesh of shape \(4, 2\), got \(2, 4\)"),
-    ],
-)
-def test_a_mesh_that_the_plan_does_not_fit(num_ranks, shape, names, message: str) -> None:
-    plan = spanwise.make_plan(MASK, num_ranks, block_size=4, exchange="ring")
-
-    def on_rank(rank: int, mesh: object) -> None:
-        module = SDPA()
-        parallelize_module(module, mesh, ContextParallel(attention_type="sdpa"))
-        q = torch.zeros(1, 4, plan.layout.num_tokens(rank), 8)
-        with pytest.raises(ValueError, match=message):
-            module(q, q, q, plan)
-
-    run_ranks(plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=names)
-
-
-def test_packed_tensors_are_refused_with_what_takes_them() -> None:
-    def call(layer, t, plan, mesh):
-        return layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan)
-
-    for dim in (1, 2):
-        with pytest.raises(ValueError, match=r"\(.*, 4, 8\), \(.*, 2, 8\).*there are attention_type='varlen' and"):
-            run(SDPA if dim == 2 else TokensFirst, {"attention_type": "sdpa", "seq_dim": dim}, call)
+    run(AlwaysCausal, {"plan": CAUSAL}, lambda layer, t, plan, mesh: layer(*t), CAUSAL, heads=(4, 4))
 
 
 def test_named_mask() -> None:
     plan = spanwise.make_plan({"default": MASK, "full": SpanMask.causal(LENGTH)}, 2, block_size=4)
-    style = {"attention_type": "sdpa", "mask_name": "full"}
-    check(*run(SDPA, style, lambda layer, t, plan, mesh: layer(*t, plan), plan), plan)
+    run(SDPA, {"mask_name": "full"}, with_mask, plan)
 
 
 def test_scale_inside_the_module_must_be_declared() -> None:
-    def call(layer, t, plan, mesh):
-        return layer(*t, attn_mask=plan)
-
     with pytest.raises(ValueError, match="computes something other than softmax"):
-        run(Scaled, {"attention_type": "sdpa"}, call, heads=(4, 4))
-    problem, results = run(Scaled, {"attention_type": "sdpa", "scale": 0.5}, call, heads=(4, 4))
-    expected = F.scaled_dot_product_attention(*problem[:3], torch.from_numpy(MASK.dense())[0], scale=0.5)
-    for rank, got in enumerate(results):
-        assert relative_error(got[0], PLAN.shard(expected, rank, dim=2)) <= 1e-10
+        run(Scaled, {}, with_mask, heads=(4, 4))
+    run(Scaled, {"scale": 0.5}, with_mask, heads=(4, 4), scale=0.5 * math.sqrt(8))
 
 
-@pytest.mark.parametrize(
-    ("style", "call", "message"),
-    [
-        ({}, lambda layer, t, plan, mesh: layer(*t), "a call without a mask does not say"),
-        ({}, lambda layer, t, plan, mesh: layer(*t, is_causal=True), "is_causal=True does not say"),
-        (
-            {},
-            lambda layer, t, plan, mesh: layer(*t, torch.ones(19, 37, dtype=torch.bool)),
-            "must be a Plan, got a Tensor",
+@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), (4, "ulysses"), ((2, 2), "ring"), ((2, 2), "needed")])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_exchanges_and_meshes(num_ranks: Any, exchange: str, dim: int) -> None:
+    plan = spanwise.make_plan(MASK, num_ranks, balancer="lpt", exchange=exchange, block_size=4)
+    run(SDPA if dim == 2 else TokensFirst, {"seq_dim": dim}, with_mask, plan)
+
+
+@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), ((2, 2), "needed")])
+def test_a_packing_with_padding(num_ranks: Any, exchange: str) -> None:
+    packing = spanwise.Packing([0, 5, 5, 12, 13], cu_seqlens_q_padded=[0, 8, 16, 32, 40])
+    plan = spanwise.make_plan(packing.mask(), num_ranks, balancer="dual_chunk", packing=packing, exchange=exchange)
+    run(SDPA, {}, with_mask, plan)
+
+
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + 0.1 * (kv_idx - q_idx)
+
+
+def flex_steps(rank: int, mesh: Any, score_mod: Any) -> list[list[torch.Tensor]]:
+    """A process of its own: flex_attention compiles for the probe, which other threads would notice.
+
+    PyTorch's flex_attention has no CPU backward; the style runs the sdpa or the reference kernel there.
+    """
+    module, problem, found = Flex(), make_problem(MASK.dense()), []
+    parallelize_module(module, mesh["cp"], ContextParallel(attention_type="flex"))
+    for attend in (
+        lambda q, k, v: module(q, k, v, block_mask=PLAN, score_mod=score_mod),
+        lambda q, k, v: module(q, k, v, PLAN, score_mod=score_mod),
+        lambda q, k, v: module(q=q, k=k, v=v, block_mask=PLAN, score_mod=score_mod),
+        lambda q, k, v: spanwise.context_parallel_attention(
+            q, k, v, PLAN, mesh, score_mod=score_mod, kernel="reference"
         ),
-        ({}, lambda layer, t, plan, mesh: layer(*t, MASK.block_mask("cpu")), "must be a Plan, got a BlockMask"),
-        ({"plan": PLAN}, lambda layer, t, plan, mesh: layer(*t, is_causal=True), "only with a plan of the causal mask"),
-        ({}, lambda layer, t, plan, mesh: layer(*t, plan, dropout_p=0.1), "dropout_p=0.1 is not supported"),
-        ({}, lambda layer, t, plan, mesh: layer(*t, plan, window=3), "does not know the argument window, 3, of"),
-        ({}, lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"called without \['v'\]"),
-        ({}, lambda layer, t, plan, mesh: layer(*t, plan, block_mask=plan), "given two masks"),
-        ({"kernel": "flash"}, lambda layer, t, plan, mesh: layer(*t, plan), "unknown kernel 'flash'"),
-        ({"mask_name": "window"}, lambda layer, t, plan, mesh: layer(*t, plan), "no mask named 'window'"),
-    ],
-)
-def test_calls_that_cannot_be_right_are_refused(style: dict, call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(SDPA, {"attention_type": "sdpa"} | style, call)
+    ):
+        leaves, grad = leaves_of(PLAN, mesh, problem)
+        out = attend(*leaves)
+        out.backward(grad)
+        if score_mod is None:
+            assert max(errors(PLAN, rank, problem, [out, *(x.grad for x in leaves)])) <= 1e-10
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    return found
+
+
+@pytest.mark.parametrize("score_mod", [None, alibi])
+def test_flex_module_on_cpu_with_gradients(gloo_pool: GlooPool, score_mod: Any) -> None:
+    """A score_mod of the call sees global positions, as that of the function does."""
+    for results in gloo_pool.run(2, flex_steps, score_mod):
+        for got in results[:3]:
+            for x, y in zip(got, results[3], strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------- refused
 
 
 class NotAttention(nn.Module):
@@ -318,31 +242,77 @@ class NoMask(nn.Module):
         return q
 
 
+class Wrong(NamedTuple):
+    """A call that must be refused: of which module, under which style, and what the error names."""
+
+    call: Callable[..., Any]
+    message: str
+    style: dict[str, Any] = {}  # noqa: RUF012
+    inner: type[nn.Module] = SDPA
+
+
+OFFSETS, DENSE = torch.tensor([0, LENGTH]), torch.ones(19, 37, dtype=torch.bool)
+WRONG: list[Wrong] = [
+    Wrong(lambda layer, t, plan, mesh: layer(*t), "a call without a mask"),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, is_causal=True), "is_causal=True does not say"),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, DENSE), "got a Tensor"),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, MASK.block_mask("cpu")), "got a BlockMask"),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, is_causal=True), "causal mask", {"plan": PLAN}),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, dropout_p=0.1), "dropout_p=0.1"),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, window=3), "window, 3"),
+    Wrong(lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"\['v'\]"),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, block_mask=plan), "two masks"),
+    Wrong(with_mask, "unknown kernel 'flash'", {"kernel": "flash"}),
+    Wrong(with_mask, "'window'", {"mask_name": "window"}),
+    Wrong(lambda layer, t, plan, mesh: layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan), "'varlen'"),
+    Wrong(lambda layer, t, plan, mesh: layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan), "'varlen'",
+          {"seq_dim": 1}, TokensFirst),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, OFFSETS, None, 37, 37), "got a Tensor.*cu_seq_q=plan", VARLEN, Varlen),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, OFFSETS, 37, 37), "cu_seq_k is the second", VARLEN, Varlen),
+    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, plan, 37, 37, window_size=(-1, 0)), r"window_size=\(-1, 0\)",
+          VARLEN, Varlen),
+    Wrong(with_mask, "on a causal probe of two sequences it differs", VARLEN, Bidirectional),
+    Wrong(with_mask, "not an attention call", {}, NotAttention),
+    Wrong(with_mask, "and neither a mask", {}, NoMask),
+    Wrong(with_mask, "could not run", {}, nn.Identity),
+    Wrong(with_mask, "computes something other", {}, DropoutInTraining),
+    Wrong(with_mask, r"\['gate'\]", {}, Gated),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_calls_and_modules_that_cannot_be_right_are_refused(number: int) -> None:
+    call, message, style, inner = WRONG[number]
+    with pytest.raises(ValueError, match=message):
+        run(inner, style, call)
+
+
 @pytest.mark.parametrize(
-    ("inner", "message"),
+    ("num_ranks", "shape", "names", "message"),
     [
-        (NotAttention, "not an attention call"),
-        (NoMask, "and neither a mask"),
-        (nn.Identity, "could not run"),
-        (DropoutInTraining, "computes something other"),
-        (Gated, r"has parameters, \['gate'\]"),
+        ((2, 2), (4,), ("cp",), r"\(2, 2\), got \(4,\)"),
+        (4, (2, 2), ("outer", "inner"), r"1-D mesh, got axes \('outer', 'inner'\)"),
+        ((4, 2), (2, 4), ("outer", "inner"), r"\(4, 2\), got \(2, 4\)"),
     ],
 )
-def test_modules_that_are_not_attention(inner: type, message: str) -> None:
-    def on_rank(rank: int, mesh: object) -> None:
-        module = inner().eval()
-        parallelize_module(module, mesh["cp"], ContextParallel(attention_type="sdpa"))
+def test_a_mesh_that_the_plan_does_not_fit(num_ranks: Any, shape: Any, names: Any, message: str) -> None:
+    plan = spanwise.make_plan(MASK, num_ranks, block_size=4, exchange="ring")
 
-    with pytest.raises(ValueError, match=message):
-        run_ranks(1, on_rank)
+    def on_rank(rank: int, mesh: Any) -> None:
+        module = SDPA()
+        parallelize_module(module, mesh, ContextParallel(attention_type="sdpa"))
+        q = torch.zeros(1, 4, plan.layout.num_tokens(rank), 8)
+        with pytest.raises(ValueError, match=message):
+            module(q, q, q, plan)
+
+    run_ranks(plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=names)
 
 
-def test_bad_styles() -> None:
-    with pytest.raises(ValueError, match="unknown attention_type"):
-        ContextParallel(attention_type="flash")
-    with pytest.raises(ValueError, match="seq_dim must be"):
-        ContextParallel(seq_dim=3)
-    with pytest.raises(ValueError, match="plan must be a Plan"):
-        ContextParallel(plan=MASK)
-    with pytest.raises(ValueError, match="seq_dim=1 is not for attention_type 'varlen'"):
-        ContextParallel(attention_type="varlen", seq_dim=1)
+@pytest.mark.parametrize(
+    "options",
+    [{"attention_type": "flash"}, {"seq_dim": 3}, {"plan": MASK}, {"attention_type": "varlen", "seq_dim": 1}],
+    ids=str,
+)
+def test_bad_styles(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=list(options)[-1]):
+        ContextParallel(**options)

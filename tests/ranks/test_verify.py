@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import spanwise
 from spanwise import SpanMask
+from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 LENGTH = 40
@@ -86,9 +91,15 @@ class TwoLayers(nn.Module):
 
     def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
         for weight in self.weights:
-            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ weight).chunk(3, -1))
-            x = x + spanwise.context_parallel_attention(q, k, v, plan, self.mesh).transpose(1, 2).flatten(2)
+            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ self.kept(weight, plan)).chunk(3, -1))
+            x = x + self.attend(q, k, v, plan).transpose(1, 2).flatten(2)
         return x
+
+    def kept(self, weight: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
+        return weight
+
+    def attend(self, q, k, v, plan):
+        return spanwise.context_parallel_attention(q, k, v, plan, self.mesh)
 
 
 def test_a_model_is_verified_against_itself() -> None:
@@ -110,14 +121,7 @@ class Named(TwoLayers):
         assert use_cache is False
         plan = kwargs["spanwise_plan"]
         assert position_ids is None or torch.equal(position_ids, plan.positions.expand_as(position_ids))
-        x = self.embed(input_ids)
-        for weight in self.weights:
-            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ weight).chunk(3, -1))
-            x = x + self.attend(q, k, v, plan).transpose(1, 2).flatten(2)
-        return types.SimpleNamespace(logits=x)
-
-    def attend(self, q, k, v, plan):
-        return spanwise.context_parallel_attention(q, k, v, plan)
+        return types.SimpleNamespace(logits=super().forward(self.embed(input_ids), plan))
 
 
 class NeverReached(Named):
@@ -166,18 +170,6 @@ def test_a_model_that_never_reached_attention_is_an_error(num_ranks: int) -> Non
     run_ranks(num_ranks, on_rank)
 
 
-def test_outputs_that_are_no_tensor_are_refused() -> None:
-    plan = spanwise.make_plan(SpanMask.causal(8), 1)
-    with pytest.raises(ValueError, match="verify compares one tensor: .* got a dict"):
-        spanwise.verify(lambda x, plan: {"out": x}, plan, None, inputs=[torch.randn(1, 8, 4)])
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-
-
 class Inner(nn.Module):
     def forward(self, q, k, v, attn_mask=None):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
@@ -186,7 +178,7 @@ class Inner(nn.Module):
 def test_a_style_counts_the_modules_it_was_applied_to() -> None:
     def on_rank(rank: int, mesh: object) -> None:
         style = spanwise.ContextParallel(attention_type="sdpa")
-        model = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()])})
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"inner": Inner()}) for _ in range(2)])})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch does where nothing matches
             parallelize_module(model, mesh, {"layers.*.attention": style})
@@ -200,12 +192,8 @@ def test_a_style_counts_the_modules_it_was_applied_to() -> None:
 class ForgetsItsWeights(TwoLayers):
     """Gets no gradient for its weights where the sequence is cut."""
 
-    def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
-        kept = [w if plan.num_ranks == 1 else w.detach() for w in self.weights]
-        for weight in kept:
-            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ weight).chunk(3, -1))
-            x = x + spanwise.context_parallel_attention(q, k, v, plan, self.mesh).transpose(1, 2).flatten(2)
-        return x
+    def kept(self, weight: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
+        return weight if plan.num_ranks == 1 else weight.detach()
 
 
 def test_missing_gradients_of_parameters_are_found_and_nothing_is_accumulated() -> None:
@@ -296,17 +284,79 @@ class _DualChunk(spanwise.layouts.balancers.PTRR):
         return PADDED.dual_chunk_layout(num_ranks)
 
 
-def test_what_cannot_be_verified_is_refused() -> None:
-    with pytest.raises(ValueError, match="a plan of cross attention, 16 queries and 24 keys"):
-        reports(TwoLayers, packed_plan(CROSS, 2, "ring"), inputs=[torch.randn(1, 16, 8)])
-    padding = spanwise.Packing([0, 0], cu_seqlens_q_padded=[0, 8])
-    with pytest.raises(ValueError, match="all of it is padding"):
-        plan = spanwise.make_plan(padding.mask(), 1, packing=padding)
-        spanwise.verify(spanwise.context_parallel_attention, plan, None)
-    with pytest.raises(ValueError, match="needs the Plan"):
-        spanwise.verify(spanwise.context_parallel_attention, PLAN.local, None)
-    with pytest.raises(ValueError, match="num_probes must be at least 1"):
-        reports(lambda mesh: spanwise.context_parallel_attention, num_probes=0)
-    long = spanwise.make_plan(SpanMask.causal(5000), 1)
-    with pytest.raises(ValueError, match="seq_len <= 4096, got 5000"):
-        spanwise.verify(lambda x, plan: x, long, None, inputs=[torch.zeros(1, 5000, 1)])
+ONE, LONG = spanwise.make_plan(SpanMask.causal(8), 1), spanwise.make_plan(SpanMask.causal(5000), 1)
+ALL_PADDING = spanwise.Packing([0, 0], cu_seqlens_q_padded=[0, 8])
+EMPTY = spanwise.make_plan(ALL_PADDING.mask(), 1, packing=ALL_PADDING)
+ATTENTION, X = spanwise.context_parallel_attention, [torch.zeros(1, 8, 4)]
+REFUSED = [
+    (lambda: reports(TwoLayers, packed_plan(CROSS, 2, "ring"), inputs=[torch.randn(1, 16, 8)]), "16 .* and 24"),
+    (lambda: spanwise.verify(ATTENTION, EMPTY, None), "all of it is padding"),
+    (lambda: spanwise.verify(ATTENTION, PLAN.local, None), "Plan"),
+    (lambda: reports(lambda mesh: ATTENTION, num_probes=0), "num_probes"),
+    (lambda: spanwise.verify(lambda x, plan: x, LONG, None, inputs=[torch.zeros(1, 5000, 1)]), "4096, got 5000"),
+    (lambda: spanwise.verify(lambda x, plan: {"out": x}, ONE, None, inputs=X), "got a dict"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_cannot_be_verified_is_refused(number: int) -> None:
+    call, message = REFUSED[number]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# ---------------------------------------------------------------- parameters sharded by FSDP2 or tensor parallelism
+
+SHARDED = spanwise.make_plan(SpanMask.documents([0, 1, 10, 24]), 2, block_size=4)
+
+
+class Layer(nn.Module):
+    """An attention layer of 2 heads; `forgets` is the share of a gradient that is lost."""
+
+    def __init__(self, forgets: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.forgets = forgets
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, 3, 4)).permute(3, 0, 2, 1, 4)
+        if plan.num_ranks > 1:
+            heads = heads * (1 - self.forgets) + heads.detach() * self.forgets
+        return x + self.out(spanwise.context_parallel_attention(*heads, plan).transpose(1, 2).flatten(2))
+
+
+def report_of(model: nn.Module, mesh: DeviceMesh) -> tuple[bool, dict[str, float]]:
+    x = torch.randn(1, 24, 8, generator=torch.Generator().manual_seed(1))
+    report = spanwise.verify(model, SHARDED, mesh, inputs=[x])
+    assert all(p.grad is None for p in model.parameters())
+    return report.ok, report.errors
+
+
+def sharded(rank: int, mesh: DeviceMesh, forgets: float, axes: tuple[str, ...]) -> Any:
+    model = Layer(forgets)
+    fully_shard(model, mesh=mesh[axes])
+    return report_of(model, mesh["cp"])
+
+
+def parallel(rank: int, mesh: DeviceMesh, forgets: float) -> Any:
+    columns = ColwiseParallel(output_layouts=Replicate())  # the last dim holds all heads, as the layer unflattens it
+    plan = {"qkv": columns, "out": RowwiseParallel(input_layouts=Replicate())}
+    return report_of(parallelize_module(Layer(forgets), mesh["tp"], plan), mesh["cp"])
+
+
+def check(pool: GlooPool, ranks: int, run: Any, *args: Any, **mesh: Any) -> None:
+    for forgets in (0.0, 0.1):
+        for ok, errors in pool.run(ranks, run, forgets, *args, **mesh):
+            assert ok is (forgets == 0.0) and set(errors) == {"out", "dinputs[0]", "dparameters"}, errors
+            assert forgets == 0.0 or 0.01 < errors["dparameters"] < 0.2, errors
+
+
+def test_fully_sharded(gloo_pool: GlooPool) -> None:
+    check(gloo_pool, 2, sharded, ("cp",), mesh_dim_names=("cp",))
+    axes: Any = dict(mesh_shape=(2, 2), mesh_dim_names=("dp", "cp"))
+    check(gloo_pool, 4, sharded, ("dp", "cp"), **axes)
+
+
+def test_tensor_parallel(gloo_pool: GlooPool) -> None:
+    check(gloo_pool, 4, parallel, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
