@@ -278,7 +278,7 @@ def test_transformer_engines_matrix(number: int) -> None:
     check(te_case(number, [long, other] if number % 2 else [other, long]), run_ranks)
 
 
-# ---------------------------------------------------------------- rounding, NaN
+# ---------------------------------------------------------------- rounding
 
 ROUNDED = {
     "causal": SpanMask.causal(150),
