@@ -72,7 +72,7 @@ class Aux:
     max_logit: torch.Tensor | None = None
 
 
-@tells_refusals("mesh", "plan")
+@tells_refusals
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -14,24 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.call_log import Call, CallLog, known, log_of, logs
-from spanwise.attention.failure import ExchangeError, explained, mismatch
+from spanwise.attention.failure import ExchangeError, explained, raise_mismatch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_library = torch.library.Library("spanwise", "FRAGMENT")
-# The first returns the number of the call, for the others. A backward depends on a gradient too, or torch could put its
-# comparison into the forward graph. All-reduces take what the last returns, or they could start before the comparison.
-# A CUDA graph that had captured the operators would compare only once, while it is captured.
-for _schema in (
-    "compare_call(Tensor? plan, str groups, int[] ranks, str name, str facts, SymInt[] sizes, Tensor? amount) "
-    "-> Tensor",
-    "compare_backward(Tensor grad, Tensor number, str groups, str name) -> ()",
-    "compared(Tensor[] sums, Tensor number) -> Tensor[]",
-):
-    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
-_torch.mark_effectful(torch.ops.spanwise.compare_call.default)
-_torch.mark_effectful(torch.ops.spanwise.compare_backward.default)
-
-
 Compared = Callable[[str], None]
 """Of a call in eager code: compares what a backward starts, called with its name before."""
 
@@ -67,38 +51,32 @@ def compare_calls(mesh: DeviceMesh, enabled: bool) -> None:
         del found[name]
 
 
-def tells_refusals(*names: str) -> Callable[[_Function], _Function]:
+def tells_refusals(function: _Function) -> _Function:
     """Decorator of a collective call: if it raises on this rank, ranks that wait for it learn why, in eager code.
 
-    Args:
-        names: of arguments that are the mesh, or have it as an attribute.
+    Its mesh is an argument, or the attribute `mesh` of one.
     """
 
-    def of(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def told(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return function(*args, **kwargs)
-            began = time.monotonic()
-            try:
-                return function(*args, **kwargs)
-            # Not Exception: torch ends the recomputation of a checkpoint by one of its own.
-            except (LookupError, RuntimeError, TypeError, ValueError) as error:
-                if not isinstance(error, ExchangeError) and not hasattr(error, "told"):
-                    given = inspect.signature(function).bind(*args, **kwargs).arguments
-                    meshes = [
-                        getattr(given.get(x), "mesh", None) for x in names
-                    ]  # or the ranks, which a mesh has there
-                    ranks = [x.mesh if isinstance(x, DeviceMesh) else x for x in meshes if x is not None]
-                    for log in logs():
-                        if any(list(log.ranks) == x.flatten().tolist() for x in ranks):
-                            log.refuse(f"{type(error).__name__}: {error}", inside=log.added >= began)
-                    error.told = True  # type: ignore[union-attr]
-                raise
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        began = time.monotonic()
+        try:
+            return function(*args, **kwargs)
+        # Not Exception: torch ends the recomputation of a checkpoint by one of its own.
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            if not isinstance(error, ExchangeError) and not hasattr(error, "told"):
+                given = [*args, *kwargs.values()]
+                meshes = [x if isinstance(x, DeviceMesh) else getattr(x, "mesh", None) for x in given]
+                ranks = [x.mesh.flatten().tolist() for x in meshes if isinstance(x, DeviceMesh)]
+                for log in logs():
+                    if list(log.ranks) in ranks:
+                        log.refuse(f"{type(error).__name__}: {error}", inside=log.added >= began)
+                error.told = True  # type: ignore[union-attr]
+            raise
 
-        return told  # type: ignore[return-value]
-
-    return of
+    return told  # type: ignore[return-value]
 
 
 def compare_call(
@@ -176,8 +154,7 @@ def record(
     if log is None:
         return -1
     log.notice(_torch.backward_number())
-    if text := log.raised():
-        raise mismatch(log, text)
+    raise_mismatch(log)
     if forward > 0:
         _confirm(log, forward)  # so that no gradient comes from calls that differ
         call = call._replace(age=log.count + 1 - forward)
@@ -191,8 +168,7 @@ def _confirm(log: CallLog, number: int) -> None:
     """Return when all ranks have made call `number`."""
     began = time.monotonic()
     log.confirm(number)
-    if text := log.raised():
-        raise mismatch(log, text)
+    raise_mismatch(log)
     if log.confirmed < number:
         error, what = RuntimeError(log.broken), f"comparison of call {number}"
         raise explained(error, what, log.name, log.ranks, time.monotonic() - began) from error
@@ -263,8 +239,14 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], 
     return groups, lambda: _global_ranks(mesh)
 
 
-@torch.library.impl(_library, "compare_call", "CompositeExplicitAutograd")
-def _(
+# Operators of compiled code. The first returns the number of the call, for the others. A backward depends on a gradient
+# too, or torch could put its comparison into the forward graph. All-reduces take what the last returns, or they could
+# start before the comparison. A CUDA graph that had captured the operators would compare only once.
+_operator = functools.partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+
+
+@_operator("spanwise::compare_call")
+def _compare_call(
     plan: torch.Tensor | None, groups: str, ranks: Sequence[int], name: str, facts: str, sizes: Sequence[int],
     amount: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
@@ -275,27 +257,31 @@ def _(
     return torch.tensor(number)
 
 
-@torch.library.impl(_library, "compare_backward", "CompositeExplicitAutograd")
-def _(grad: torch.Tensor, number: torch.Tensor, groups: str, name: str) -> None:
-    found = [*map(_torch.find_group, groups.split())]
-    record(Call(f"backward of {name}"), found, lambda: dist.get_process_group_ranks(found[0]), int(number))
-
-
-@torch.library.impl(_library, "compared", "CompositeExplicitAutograd")
-def _(sums: Sequence[torch.Tensor], number: torch.Tensor) -> list[torch.Tensor]:
-    return [x.clone() for x in sums]
-
-
-@torch.library.register_fake("spanwise::compare_call", lib=_library)
+@_compare_call.register_fake
 def _(*_: Any) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-@torch.library.register_fake("spanwise::compare_backward", lib=_library)
+@_operator("spanwise::compare_backward")
+def _compare_backward(grad: torch.Tensor, number: torch.Tensor, groups: str, name: str) -> None:
+    found = [*map(_torch.find_group, groups.split())]
+    record(Call(f"backward of {name}"), found, lambda: dist.get_process_group_ranks(found[0]), int(number))
+
+
+@_compare_backward.register_fake
 def _(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("spanwise::compared", lib=_library)
+@_operator("spanwise::compared")
+def _compared(sums: Sequence[torch.Tensor], number: torch.Tensor) -> list[torch.Tensor]:
+    return [x.clone() for x in sums]
+
+
+@_compared.register_fake
 def _(sums: Sequence[torch.Tensor], _: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(x) for x in sums]
+
+
+_torch.mark_effectful(torch.ops.spanwise.compare_call.default)
+_torch.mark_effectful(torch.ops.spanwise.compare_backward.default)

@@ -141,62 +141,28 @@ def exchange_errors(mesh: DeviceMesh) -> Iterator[None]:
         raise explained(error, what, f"the mesh of global ranks {ranks}", ranks, time.monotonic() - began) from error
 
 
-def mismatch(log: CallLog, text: str) -> MismatchError:
-    """The error of calls that differ."""
-    error = MismatchError(text)
-    error.what, error.rank = "comparison of calls", log.rank
-    return error
+def raise_mismatch(log: CallLog) -> None:
+    """``MismatchError`` if calls of the ranks of `log` differ."""
+    if text := log.raised():
+        error = MismatchError(text)
+        error.what, error.rank = "comparison of calls", log.rank
+        raise error
 
 
 class Report(NamedTuple):
-    """Report of one rank that failed: the collective, seconds until then, torch's error, the group and its ranks."""
-
-    what: str
-    seconds: float
-    said: str
-    group: str
-    ranks: Sequence[int]
-
-
-class Findings(NamedTuple):
-    """Findings of a rank about the others after a failure; ranks are global.
+    """What one rank reports of its failure.
 
     Attributes:
-        reports: by rank, in order of arrival; this rank included.
-        trouble: reason why the store could not be read to the end; empty if it could.
-        cut: ranks that this rank cannot reach any more.
+        what: the collective.
+        where: its group, and the seconds until it failed.
+        said: torch's error.
+        ranks: global ranks of the group.
     """
 
-    rank: int
-    reports: dict[int, Report]
-    trouble: str = ""
-    cut: frozenset[int] = frozenset()
-
-    def lost(self) -> tuple[int, ...]:
-        """Ranks that others wait for and that did not report; if the store failed, those that are cut off."""
-        silent = {r for report in self.reports.values() for r in report.ranks} - self.reports.keys()
-        return tuple(sorted(silent & self.cut if self.trouble else silent))
-
-    def __str__(self) -> str:
-        own, lost, reports = self.reports[self.rank], self.lost(), self.reports
-        where = f"rank {self.rank}, {own.group} of {len(own.ranks)} ranks"
-        parts = [f"{own.what} failed on {where}, after {own.seconds:.1f} s"]
-        if lost:
-            why = f"no word within {GRACE:.1f} s: the process or its host has ended, is stuck, or is busy elsewhere"
-            parts.append(f"lost: {ranks_in_words(lost)}, {'whose connection is closed' if self.trouble else why}")
-        elif not self.trouble:
-            by_time = sorted(reports, key=lambda r: reports[r].seconds)
-            (last, least), (first, most) = ((r, reports[r].seconds) for r in (by_time[0], by_time[-1]))
-            parts.append(
-                f"all ranks are there; rank {last} came last and had waited {least:.1f} s, rank {first} {most:.1f} s: "
-                f"{reports[first].said}; if no rank is late, a connection is cut or too slow"
-            )
-        if self.trouble:
-            parts.append(f"the ranks could not tell each other {'more' if lost else 'who is lost'}: {self.trouble}")
-        others = {r: f"{x.what}, {x.group}" for r, x in sorted(reports.items()) if r != self.rank}
-        for what in dict.fromkeys(others.values()):
-            parts.append(f"failed as well: {ranks_in_words([r for r in others if others[r] == what])} in {what}")
-        return "; ".join(parts) + f". torch said: {own.said}"
+    what: str
+    where: str
+    said: str
+    ranks: Sequence[int]
 
 
 def explained(error: RuntimeError, what: str, group: str, ranks: Sequence[int], seconds: float) -> ExchangeError:
@@ -204,30 +170,56 @@ def explained(error: RuntimeError, what: str, group: str, ranks: Sequence[int], 
     for log in logs():
         log.confirm(log.count, _SETTLE)
         log.ask()
-        if text := log.raised():
-            return mismatch(log, text)
+        raise_mismatch(log)
     cut, open_sends = probe(connections())
     ranks, rank, said = list(ranks), dist.get_rank(), str(error).strip().split("\n")[0][:500].rstrip(".")
-    found = [Findings(rank, {rank: Report(what, seconds, said, group, ranks)}, cut=frozenset(cut))]
+    reports = {rank: Report(what, f"{group} of {len(ranks)} ranks, after {seconds:.1f} s", said, ranks)}
+    trouble = ["the store does not answer; its host may be down"]
     # In a thread: a store whose host has lost power may never answer.
-    asking = threading.Thread(target=_ask, args=(open_sends, found), daemon=True)
+    asking = threading.Thread(target=_ask, args=(open_sends, rank, reports, trouble), daemon=True)
     asking.start()
     asking.join(GRACE + 1.0)
     if asking.is_alive():
         close(open_sends)
-        found.append(found[-1]._replace(trouble="the store does not answer; its host may be down"))
-    told = ExchangeError(str(found[-1]))
-    told.what, told.rank, told.lost_global = what, ranks.index(rank), found[-1].lost()
-    told.lost = tuple(ranks.index(r) for r in told.lost_global if r in ranks)
-    return told
+    lost, text = explanation(rank, dict(reports), cut, "".join(trouble))
+    found = ExchangeError(text)
+    found.what, found.rank, found.lost_global = what, ranks.index(rank), lost
+    found.lost = tuple(ranks.index(r) for r in lost if r in ranks)
+    return found
 
 
-def _ask(open_sends: list[dist.Work], found: list[Findings]) -> None:
-    """Report this rank's failure, and collect those of other ranks; each look adds to `found`.
+def explanation(rank: int, reports: dict[int, Report], cut: set[int], trouble: str) -> tuple[tuple[int, ...], str]:
+    """Lost ranks, and the text of an `ExchangeError`; all ranks are global.
+
+    Ranks are lost that others wait for and that did not report; if the store failed, those of them that are cut off.
+
+    Args:
+        reports: by rank, that of this rank included.
+        cut: ranks that this rank cannot reach any more.
+        trouble: reason why the store could not be read to the end; empty if it could.
+    """
+    own, silent = reports[rank], {r for report in reports.values() for r in report.ranks} - reports.keys()
+    lost = tuple(sorted(silent & cut if trouble else silent))
+    parts = [f"{own.what} failed on rank {rank}, {own.where}"]
+    if lost:
+        why = "whose connection is closed" if trouble else f"no word within {GRACE:.1f} s"
+        parts.append(f"lost: {ranks_in_words(lost)}, {why}: the process or its host has ended, is stuck or busy")
+    elif not trouble:
+        parts.append("all ranks are there; if no rank is late, a connection is cut or too slow")
+    if trouble:
+        parts.append(f"the ranks could not tell each other more: {trouble}")
+    for r, report in sorted(reports.items()):
+        if r != rank:
+            parts.append(f"failed as well: rank {r} in {report.what}, {report.where}: {report.said}")
+    return lost, "; ".join(parts) + f". torch said: {own.said}"
+
+
+def _ask(open_sends: list[dist.Work], rank: int, reports: dict[int, Report], trouble: list[str]) -> None:
+    """Report this rank's failure, and collect the `reports` of the ranks that others wait for.
 
     Reports are numbered as they come, so that one question, for their number, serves for all ranks.
     """
-    (rank, reports, *_), until, seen = found[0], time.monotonic() + GRACE, 0
+    until, seen, silent = time.monotonic() + GRACE, 0, True
     assert dist.group.WORLD is not None
     store = _torch.group_store(dist.group.WORLD)  # one for all groups
     try:
@@ -235,13 +227,13 @@ def _ask(open_sends: list[dist.Work], found: list[Findings]) -> None:
             store.set(f"{REPORTS}/{store.add(REPORTS, 1)}", json.dumps([rank, reports[rank]]))
         finally:
             close(open_sends)
-        while found[-1].lost() and time.monotonic() < until:
+        while silent and time.monotonic() < until:
             time.sleep(0.02)
             count = store.add(REPORTS, 0)
-            new = map(json.loads, store.multi_get([f"{REPORTS}/{n + 1}" for n in range(seen, count)]))
-            reports, seen = reports | {r: Report(*x) for r, x in new if r not in reports}, count
-            found.append(found[0]._replace(reports=reports))
+            for r, report in map(json.loads, store.multi_get([f"{REPORTS}/{n + 1}" for n in range(seen, count)])):
+                reports.setdefault(r, Report(*report))
+            seen, silent = count, any(r not in reports for each in list(reports.values()) for r in each.ranks)
+        trouble[:] = []
     except RuntimeError as error:
         said = str(error).splitlines()[0][:200]
-        trouble = f"the group's store is gone, for its host (usually rank 0) has ended ({said})"
-        found.append(found[-1]._replace(trouble=trouble))
+        trouble[:] = [f"the group's store is gone, for its host (usually rank 0) has ended ({said})"]

@@ -22,7 +22,7 @@ from spanwise.attention.rank_plan import RankPlan, check_plan, rank_on
 from spanwise.planning.plan import Plan
 
 
-@tells_refusals("mesh", "plan")
+@tells_refusals
 def packed_attention(
     q: torch.Tensor,
     k: torch.Tensor,

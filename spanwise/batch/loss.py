@@ -26,7 +26,7 @@ _PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
 FUSED_DEVICE = "cuda"
 
 
-@tells_refusals("mesh")
+@tells_refusals
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -71,7 +71,7 @@ def cross_entropy(
     return _over_ranks("cross_entropy", losses, logits, labels, mesh, num_valid, weights)
 
 
-@tells_refusals("loss_mesh", "vocab_mesh")
+@tells_refusals
 def linear_cross_entropy(
     hidden: torch.Tensor,
     vocab_weight: torch.Tensor,

@@ -70,7 +70,7 @@ def shard(
     return shard_for_rank(plan, rank, x, dim=dim, batch_dim=batch_dim, side=side)
 
 
-@tells_refusals("mesh", "plan")
+@tells_refusals
 def unshard(
     plan: Plan | RankPlan,
     mesh: DeviceMesh | None = None,
@@ -109,7 +109,7 @@ def unshard(
     return gather(plan, local, mesh, x, dim, batch_dim, side)
 
 
-@tells_refusals("mesh", "plan")
+@tells_refusals
 def roll(
     x: torch.Tensor,
     shifts: int,

@@ -46,7 +46,7 @@ class Scoring(NamedTuple):
     mesh: DeviceMesh | None = None
 
 
-@tells_refusals("vocab_mesh")
+@tells_refusals
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,

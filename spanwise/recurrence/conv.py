@@ -19,7 +19,7 @@ from spanwise.recurrence.shards import check_route, from_rows, to_rows
 _ACTIVATIONS = (None, "silu", "swish")
 
 
-@tells_refusals("route")
+@tells_refusals
 def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,

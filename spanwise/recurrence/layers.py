@@ -15,7 +15,7 @@ from spanwise.recurrence.route import RecurrenceRoute
 from spanwise.recurrence.shards import check_route, from_rows, to_rows
 
 
-@tells_refusals("route")
+@tells_refusals
 def gated_linear(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -63,7 +63,7 @@ def gated_linear(
     return _layer("gated_linear", q, k, v, log_decay, None, route, scale, initial, return_final)
 
 
-@tells_refusals("route")
+@tells_refusals
 def gated_delta(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -53,7 +53,7 @@ class RelayoutRoute:
 _torch.register_pytree_dataclass(RelayoutRoute, static=("rank", "num_ranks", "rows", "mesh"))
 
 
-@tells_refusals("mesh", "from_plan")
+@tells_refusals
 def relayout(
     x: torch.Tensor,
     from_plan: Plan | RelayoutRoute,

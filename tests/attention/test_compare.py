@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor import utils
 
-import spanwise  # noqa: F401
+import spanwise.attention.compare  # noqa: F401
 
 NAMES = ["compare_call", "compare_backward", "compared"]
 

@@ -9,23 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from spanwise.attention import call_log
-from spanwise.attention.failure import ExchangeError, Findings, Report
+from spanwise.attention.failure import ExchangeError, Report, explanation
 
 WORLD = (0, 1, 2, 3)
 
 
-def report(what: str = "all-to-all of K/V", ranks: Sequence[int] = WORLD, **kw: Any) -> Report:
-    kw = {"seconds": 0.5, "said": "Connection closed by peer", "group": "group 'cp'"} | kw
-    return Report(what, ranks=ranks, **kw)
+def report(what: str = "all-to-all of K/V", ranks: Sequence[int] = WORLD, group: str = "group 'cp'") -> Report:
+    return Report(what, f"{group} of {len(ranks)} ranks, after 0.5 s", "Connection closed by peer", ranks)
 
 
 def test_who_is_silent() -> None:
-    found = Findings(2, {2: report(), 0: report()}, cut=frozenset({3}))
-    assert found.lost() == (1, 3)
-    assert str(found) == (
+    lost, text = explanation(2, {2: report(), 0: report()}, {3}, "")
+    assert lost == (1, 3)
+    assert text == (
         "all-to-all of K/V failed on rank 2, group 'cp' of 4 ranks, after 0.5 s; lost: ranks 1, 3, no word within 5.0 "
-        "s: the process or its host has ended, is stuck, or is busy elsewhere; failed as well: rank 0 in all-to-all of "
-        "K/V, group 'cp'. torch said: Connection closed by peer"
+        "s: the process or its host has ended, is stuck or busy; failed as well: rank 0 in all-to-all of K/V, group "
+        "'cp' of 4 ranks, after 0.5 s: Connection closed by peer. torch said: Connection closed by peer"
     )
 
 
@@ -36,31 +35,23 @@ def test_ranks_of_other_groups_lead_to_the_lost_one() -> None:
         1: report("hop 1 of 1 of K/V", (1, 3), group="group 'outer'"),
         3: report("all-reduce of the loss", (3, 7), group="group 'dp'"),
     }
-    found = Findings(0, reports)
-    assert found.lost() == (7,)
-    assert str(found) == (
-        "all-to-all of heads of q failed on rank 0, group 'inner' of 2 ranks, after 0.5 s; lost: rank 7, no word "
-        "within 5.0 s: the process or its host has ended, is stuck, or is busy elsewhere; failed as well: rank 1 in "
-        "hop 1 of 1 of K/V, group 'outer'; failed as well: rank 3 in all-reduce of the loss, group 'dp'. torch said: "
-        "Connection closed by peer"
-    )
+    lost, text = explanation(0, reports, set(), "")
+    assert lost == (7,)
+    assert "rank 1 in hop 1 of 1 of K/V, group 'outer'" in text and "rank 3 in all-reduce of the loss" in text
 
 
 def test_without_a_store_only_connections_tell() -> None:
-    gone = Findings(1, {1: report()}, trouble="the group's store is gone", cut=frozenset({0}))
-    assert gone.lost() == (0,)
-    assert "lost: rank 0, whose connection is closed" in str(gone)
-    assert "could not tell each other more: the group's store is gone" in str(gone)
-    nothing = Findings(1, {1: report()}, trouble="the group's store is gone")
-    assert nothing.lost() == () and "; lost:" not in str(nothing)
-    assert "could not tell each other who is lost: the group's store is gone" in str(nothing)
+    lost, text = explanation(1, {1: report()}, {0}, "the group's store is gone")
+    assert lost == (0,)
+    assert "lost: rank 0, whose connection is closed" in text
+    assert "could not tell each other more: the group's store is gone" in text
+    lost, text = explanation(1, {1: report()}, set(), "the group's store is gone")
+    assert lost == () and "lost:" not in text and "the group's store is gone" in text
 
 
-def test_late_ranks_and_other_collectives() -> None:
-    early = report("all-gather of K/V", (0, 1), seconds=30.0, said="Timed out waiting 30000ms")
-    text = str(Findings(1, {0: early, 1: report(ranks=(0, 1))}))
-    assert "failed as well: rank 0 in all-gather of K/V, group 'cp'" in text
-    assert "rank 1 came last and had waited 0.5 s, rank 0 30.0 s: Timed out waiting 30000ms" in text
+def test_nobody_is_lost() -> None:
+    lost, text = explanation(1, {0: report(ranks=(0, 1)), 1: report(ranks=(0, 1))}, set(), "")
+    assert lost == () and "all ranks are there" in text
 
 
 def test_the_error_travels_between_processes() -> None:
