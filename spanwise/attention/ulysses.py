@@ -26,7 +26,7 @@ from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.compare import Compared
 from spanwise.attention.executor import Link, RankStep, Tensors, bring
-from spanwise.planning.heads import check_heads, kv_heads_held, kv_heads_of, kv_heads_read
+from spanwise.planning.heads import kv_heads_held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,8 @@ def to_heads(
     """This rank's heads of all tokens of the group, in ascending order of the tokens.
 
     A collective call of the group. A rank receives ``B * (S - T) * (Hq / n * Dk + c * (Dk + Dv))`` elements, where c is
-    the first result of `heads.kv_heads_of`. Where ranks share K/V heads, the gradients of K and V travel in float32 at
-    least and are summed in it.
+    `heads.kv_heads_held`. Where ranks share K/V heads, gradients of K and V travel in float32 at least and are summed
+    in it.
 
     Args:
         q: ``[B, Hq, T, Dk]``, ``Hq % n == 0``; k ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``; v ``[B, Hkv, T, Dv]``.
@@ -98,17 +98,13 @@ def to_heads(
         call: the attention call, if it is compared.
 
     Returns:
-        q ``[B, Hq / n, S, Dk]``, k ``[B, c', S, Dk]``, v ``[B, c', S, Dv]``, strided views. c' divides Hq / n: the K/V
-        heads that the query heads read, or one for each query head where no grouping of equal parts fits.
+        q ``[B, Hq / n, S, Dk]``, k ``[B, c, S, Dk]``, v ``[B, c, S, Dv]``, strided views; c divides Hq / n.
     """
     kv_trade = trade if kv_trade is None else kv_trade
-    num_ranks, num_heads = trade.num_ranks, q.shape[1]
-    count, firsts = kv_heads_of(num_heads, k.shape[1], num_ranks)
-    own = num_heads // num_ranks
-    reads = tuple(h - firsts[trade.rank] for h in kv_heads_read(num_heads, k.shape[1], num_ranks, trade.rank))
-    batch, rows = q.shape[0], trade.rows
-    of_q = _Heads(batch, rows, num_heads, own, tuple(range(0, num_heads, own)), tuple(range(own)), (q.shape[3],))
-    of_kv = _Heads(batch, rows, k.shape[1], count, firsts, reads, (k.shape[3], v.shape[3]))
+    num_ranks, num_heads, held = trade.num_ranks, q.shape[1], kv_heads_held(q.shape[1], k.shape[1], trade.num_ranks)
+    repeats = held * num_ranks // k.shape[1]
+    of_q = _Heads(num_ranks, q.shape[0], trade.rows, num_heads // num_ranks, 1, (q.shape[3],))
+    of_kv = _Heads(num_ranks, q.shape[0], trade.rows, held, repeats, (k.shape[3], v.shape[3]))
     arriving = [
         bring(tensors, [each.heads], Link(name, num_ranks, f"heads of {what}, {label}", call), form)
         for tensors, each, what, form in (((q,), trade, "q", of_q), ((k, v), kv_trade, "K/V", of_kv))
@@ -121,8 +117,7 @@ def traded_like(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trade: Trade, kv_trade: Trade | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tensors without memory, like q, k and v after the trade; ``ValueError`` if the heads do not divide for it."""
-    check_heads(q.shape[1], k.shape[1], trade.num_ranks)
-    heads = q.shape[1] // trade.num_ranks, kv_heads_held(q.shape[1], k.shape[1], trade.num_ranks, trade.rank)
+    heads = q.shape[1] // trade.num_ranks, kv_heads_held(q.shape[1], k.shape[1], trade.num_ranks)
     tokens = trade.num_tokens, (kv_trade or trade).num_tokens
 
     def like(x: torch.Tensor, side: int) -> torch.Tensor:
@@ -140,8 +135,7 @@ def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str, *, call: Com
     """
     x_BhSD = x if x.dim() == 4 else x.unsqueeze(-1)
     batch, count, _, dim = x_BhSD.shape
-    heads = trade.num_ranks * count
-    form = _Heads(batch, trade.rows, heads, count, tuple(range(0, heads, count)), tuple(range(count)), (dim,))
+    form = _Heads(trade.num_ranks, batch, trade.rows, count, 1, (dim,))
     ((x_BHTD,),) = bring((x_BhSD,), [trade.tokens], Link(name, trade.num_ranks, label, call), _Back(form))
     return x_BHTD if x.dim() == 4 else x_BHTD.squeeze(-1)
 
@@ -150,83 +144,54 @@ class _Heads(NamedTuple):
     """Tensors ``[B, H, T, D]`` on their way to the ranks that compute some heads; an `executor.Form`.
 
     Attributes:
+        num_ranks: n.
         batch, rows: B, and batch rows with layouts of their own, 1 or B.
-        heads: H; `width` and `firsts` are each rank's window of them.
-        reads: the head of its window that each of the rank's query heads reads.
+        width: heads that each rank gets.
+        repeats: how often each head is repeated, so that the heads divide over the ranks.
         dims: D of each tensor.
     """
 
+    num_ranks: int
     batch: int
     rows: int
-    heads: int
     width: int
-    firsts: tuple[int, ...]
-    reads: tuple[int, ...]
+    repeats: int
     dims: tuple[int, ...]
     whole: bool = False
 
     @property
     def sums(self) -> bool:
         """Gradients of a head that several ranks have are summed."""
-        return self.width * len(self.firsts) > self.heads
-
-    @property
-    def readers(self) -> list[int]:
-        """Number of query heads that read each of the heads from ``reads[0]`` to ``reads[-1]``."""
-        return [self.reads.count(head) for head in range(self.reads[0], self.reads[-1] + 1)]
+        return self.repeats > 1
 
     def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """For each rank its window of heads. One copy; two where windows overlap in part."""
-        num_ranks, parts = len(self.firsts), []
-        for x in tensors:
-            if not self.sums:
-                split = x.unflatten(1, (num_ranks, 1, self.width))
-            elif num_ranks % self.heads == 0:
-                split = x[:, :, None, None].expand(-1, -1, num_ranks // self.heads, -1, -1, -1)
-            else:
-                split = torch.cat([x[:, first : first + self.width] for first in self.firsts], dim=1)
-                split = split.unflatten(1, (num_ranks, 1, self.width))
-            parts.append(split.permute(1, 2, 4, 0, 3, 5))
-        features = self.batch // self.rows * self.width * sum(self.dims)
-        return torch.cat(parts, dim=-1).flatten(0, 2).flatten(1).view(-1, features)
+        """For each rank its heads."""
+        repeated = [x.repeat_interleave(self.repeats, 1) if self.sums else x for x in tensors]
+        parts = [x.unflatten(1, (-1, self.width)).permute(1, 3, 0, 2, 4) for x in repeated]
+        return torch.cat(parts, dim=-1).flatten(0, 1).view(-1, self.batch // self.rows * self.width * sum(self.dims))
 
     def came_home(self, rows: torch.Tensor) -> Tensors:
         """Each head summed over the ranks that had it; a token's heads adjacent in memory, as projections want them."""
-        num_ranks = len(self.firsts)
-        x_nTBhF = rows.view(num_ranks, -1, self.batch, self.width, sum(self.dims))
-        if self.sums and num_ranks % self.heads == 0:
-            x_nTBhF = x_nTBhF.unflatten(0, (self.heads, num_ranks // self.heads)).sum(1)
-        elif self.sums:
-            total = x_nTBhF.new_zeros(1, *x_nTBhF.shape[1:3], self.heads, x_nTBhF.shape[4])
-            for first, x_TBhF in zip(self.firsts, x_nTBhF.unbind(0), strict=True):
-                total[0, :, :, first : first + self.width] += x_TBhF
-            x_nTBhF = total
-        split = x_nTBhF.split(self.dims, dim=-1)
-        return tuple([x.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2) for x in split])
+        x_nTBhF = rows.view(self.num_ranks, -1, self.batch, self.width, sum(self.dims))
+        x_BTHF = x_nTBhF.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        if self.sums:
+            x_BTHF = x_BTHF.unflatten(2, (-1, self.repeats)).sum(3)
+        return tuple([x.transpose(1, 2) for x in x_BTHF.split(self.dims, dim=-1)])
 
     def arrived(self, rows: torch.Tensor) -> Tensors:
-        """The heads that the query heads read, equally many query heads each; otherwise repeated (a copy)."""
+        """The rank's heads of all tokens of the group."""
         if self.rows == 1:
             x_BShF = rows.view(-1, self.batch, self.width, sum(self.dims)).transpose(0, 1)
         else:
             x_BShF = rows.view(self.batch, -1, self.width, sum(self.dims))
-        x_BShF, readers = x_BShF[:, :, self.reads[0] : self.reads[-1] + 1], self.readers
-        if len(set(readers)) > 1:
-            parts = [x.expand(-1, -1, n, -1) for x, n in zip(x_BShF.split(1, dim=2), readers, strict=True)]
-            x_BShF = torch.cat(parts, dim=2)
         return tuple([x.transpose(1, 2) for x in x_BShF.split(self.dims, dim=-1)])
 
     def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Gradients of all received heads, zero for heads that are not read."""
-        dtype, readers = gradients[0].dtype, self.readers
+        """Gradients of all received heads."""
+        dtype = gradients[0].dtype
         if self.sums:
             dtype = torch.promote_types(dtype, torch.float32)
         grad_BhSF = torch.cat([x.to(dtype) for x in gradients], dim=-1) if gradients[1:] else gradients[0].to(dtype)
-        if len(set(readers)) > 1:
-            grad_BhSF = torch.cat([x.sum(1, keepdim=True) for x in grad_BhSF.split(readers, dim=1)], dim=1)
-        if len(readers) < self.width:
-            after = self.width - 1 - self.reads[-1]
-            grad_BhSF = torch.nn.functional.pad(grad_BhSF, (0, 0, 0, 0, self.reads[0], after))
         if self.rows == 1:
             return grad_BhSF.permute(2, 0, 1, 3).flatten(1)
         return grad_BhSF.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -163,9 +163,9 @@ def kv_token_bytes(plan: PlanData) -> Int64:
     if is_compact(plan):
         assert plan.kv_row_dim is not None
         return np.full(plan.num_ranks, plan.kv_row_dim * plan.itemsize)
-    _, kv_heads, qk_dim, v_dim = plan.attention_shape
-    held = np.full(plan.num_ranks, kv_heads) if plan.inner == 1 else heads.kv_heads_of_ranks(plan)
-    return held.astype(np.int64) * (qk_dim + v_dim) * plan.itemsize
+    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    held = kv_heads if plan.inner == 1 else heads.kv_heads_held(num_heads, kv_heads, plan.inner)
+    return np.full(plan.num_ranks, held * (qk_dim + v_dim) * plan.itemsize, np.int64)
 
 
 def received(plan: PlanData, mask: str) -> Int64:

@@ -1,12 +1,12 @@
 """Heads that each rank computes when the ranks of a group trade tokens for heads (exchange "ulysses"), and their cost.
 
-Pure. Of n ranks, rank j computes the query
-heads ``[j * Hq / n, (j + 1) * Hq / n)``. It receives a window of K/V heads that holds all heads which these read.
-Windows are equally wide on all ranks, because they travel as rows of one collective. They do not overlap where n
-divides Hkv, and are one head wide where Hkv divides n. Otherwise a rank may receive a head that it does not read.
+Pure. Of n ranks, rank j computes the query heads ``[j * Hq / n, (j + 1) * Hq / n)``. K/V heads that do not divide over
+the ranks are repeated until they do; then rank j gets the j-th part of them.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -27,45 +27,14 @@ def check_heads(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> None:
         )
 
 
-def kv_heads_read(num_q_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> tuple[int, ...]:
-    """The K/V head that each of the rank's query heads reads, ascending."""
-    own = num_q_heads // num_ranks
-    return tuple(head // (num_q_heads // num_kv_heads) for head in range(rank * own, (rank + 1) * own))
+def kv_heads_held(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """K/V heads that each rank receives and computes with; refuses heads as `check_heads`.
 
-
-def kv_heads_held(num_q_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> int:
-    """K/V heads that the rank computes with: the distinct heads that its query heads read.
-
-    Kernels want equally many query heads for each K/V head. Where that fails, K/V heads are repeated, one for each
-    query head.
-
-    >>> [kv_heads_held(12, 4, 2, rank) for rank in range(2)], [kv_heads_held(24, 6, 8, rank) for rank in range(4)]
-    ([2, 2], [1, 3, 3, 1])
-    """
-    read = kv_heads_read(num_q_heads, num_kv_heads, num_ranks, rank)
-    readers = {read.count(head) for head in read}
-    return len(set(read)) if len(readers) == 1 else len(read)
-
-
-def kv_heads_of(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[int, tuple[int, ...]]:
-    """How many K/V heads a rank receives, and the first one of each rank's window; refuses heads as `check_heads`.
-
-    >>> kv_heads_of(32, 4, 8)
-    (1, (0, 0, 1, 1, 2, 2, 3, 3))
-    >>> kv_heads_of(12, 4, 6)
-    (2, (0, 0, 1, 2, 2, 2))
+    >>> kv_heads_held(32, 8, 4), kv_heads_held(32, 4, 8), kv_heads_held(12, 4, 6)
+    (2, 1, 2)
     """
     check_heads(num_q_heads, num_kv_heads, num_ranks)
-    read = [kv_heads_read(num_q_heads, num_kv_heads, num_ranks, rank) for rank in range(num_ranks)]
-    count = max(heads[-1] + 1 - heads[0] for heads in read)
-    return count, tuple(min(heads[0], num_kv_heads - count) for heads in read)
-
-
-def kv_heads_of_ranks(plan: PlanData) -> Int64:
-    """K/V heads that each rank computes with; int64 ``[num_ranks]``."""
-    heads, kv_heads, _, _ = plan.attention_shape
-    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in range(plan.inner)]
-    return np.tile(np.array(held, np.int64), plan.num_groups)
+    return math.lcm(num_kv_heads, num_ranks) // num_ranks
 
 
 def trades(plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
@@ -82,7 +51,7 @@ def trades(plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
     inner, share = plan.inner, heads // plan.inner
     q, kv = (plan.batch_size * x.tokens_per_rank.reshape(-1, inner) for x in (plan.layout, plan.kv_layout))
     others = 1 - np.eye(inner, dtype=np.int64)
-    window = kv_heads_of(heads, kv_heads, inner)[0]
+    window = kv_heads_held(heads, kv_heads, inner)
     summed = backward and window * inner > kv_heads
     kv_bytes = window * (qk_dim + v_dim) * (plan.sum_itemsize if summed else plan.itemsize)
     into = (q * share * qk_dim * plan.itemsize + kv * kv_bytes)[:, None, :] * others
@@ -103,28 +72,20 @@ def resident_and_saved(plan: PlanData, exchanging: Int64, after: Int64) -> tuple
         exchanging, after: bytes held for the exchange between groups: most during it, and after it.
     """
     heads, kv_heads, qk_dim, v_dim = plan.attention_shape
-    ranks, share = range(plan.inner), heads // plan.inner * plan.itemsize
-    count = kv_heads_of(heads, kv_heads, plan.inner)[0]
+    share, count = heads // plan.inner * plan.itemsize, kv_heads_held(heads, kv_heads, plan.inner)
     # Own tokens with all heads: q and K/V as they leave, the output as it comes back.
     tokens, keys = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))
-    sent = plan.inner * count
-    own_q, own_kv, own_out = tokens * heads * qk_dim, keys * sent * (qk_dim + v_dim), tokens * heads * v_dim
-    copies = 1 if sent == kv_heads or plan.inner % kv_heads == 0 else 2  # 2 where windows overlap in part
+    own_q, own_kv = tokens * heads * qk_dim, keys * plan.inner * count * (qk_dim + v_dim)
+    own_out, copies = tokens * heads * v_dim, 1 if plan.inner * count == kv_heads else 2  # repeated, then packed
     # The group's tokens with the rank's fraction of the heads: queries, output, K/V as received.
     tokens, keys = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
-    q, out, head = tokens * share * qk_dim, tokens * share * v_dim, keys * (qk_dim + v_dim) * plan.itemsize
-    window = head * count
-    # The heads that are read lie in the window, unless they had to be repeated; then the copies are kept.
-    held = [kv_heads_held(heads, kv_heads, plan.inner, rank) for rank in ranks]
-    distinct = [len(set(kv_heads_read(heads, kv_heads, plan.inner, rank))) for rank in ranks]
-    counts = [n if n > read else 0 for n, read in zip(held, distinct, strict=True)]
-    repeated = head * np.tile(np.array(counts, np.int64), plan.num_groups)
-    kv = np.where(repeated > 0, repeated, window)
+    q, out = tokens * share * qk_dim, tokens * share * v_dim
+    kv = keys * count * (qk_dim + v_dim) * plan.itemsize
     moments = [
         own_q + own_kv * copies + q,
-        own_q + own_kv + q + window,
-        own_kv + 2 * q + window,  # q in order, and q as received
-        q + 2 * window + repeated,  # q, K and V in order, and K and V as received
+        own_q + own_kv + q + kv,
+        own_kv + 2 * q + kv,  # q in order, and q as received
+        q + 2 * kv,  # q, K and V in order, and K and V as received
         q + kv + exchanging,
         q + kv + after + 2 * out + own_out,  # output in order of departure, then all heads
     ]
