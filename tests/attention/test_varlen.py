@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import spanwise
 from spanwise import SpanMask
 from spanwise.attention.kernels import varlen as module
-from spanwise.attention.kernels._rounds import Flash, backward, forward, with_lse_gradient
+from spanwise.attention.kernels._rounds import Flash, backward, forward
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
+from spanwise.attention.kernels.merge import with_lse_gradient
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kernels.varlen import FLASH, Varlen, VarlenTables
 from tests.kernel_calls import reference

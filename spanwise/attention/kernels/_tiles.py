@@ -1,50 +1,58 @@
 """Plan of the CPU kernel: which keys each tile of query rows multiplies with, and where a mask is needed.
 
-Pure numpy on the spans of one batch row; `sdpa` executes the plan. A tile is a few consecutive query rows. Its
-columns are exactly the keys that some row reads, so no empty block is computed and no unread key is touched. Columns
-that all rows read need no mask.
+A tile is a few consecutive query rows. Its runs of keys hold the keys that a row reads, and short gaps between them.
+Long runs that all rows read need no mask. `sdpa` executes the plan; the largest score of a mask is here. Letters of
+shapes: see `base`; R rows of a tile.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-Run = tuple[int, int]
+from spanwise.attention.kernels.merge import lse_dtype
+
+# Found by measuring; none changes results beyond rounding.
+_LONG = 512  # a run of keys that all rows read is a run of its own from this length on
+_MOST_KEYS = 1024  # of a run without mask
+_EVEN = 32  # long runs are cut to multiples of it
+_GAP = 32  # gaps between runs up to this length are masked
+_MAX_ROWS = 128  # of a tile
+_MIN_SAVING = 1_500_000  # of a cut between tiles, which adds calls: pairs x heads x head dim
+_MOST_SCORES = 1 << 18  # of all heads, up to which one call with a dense mask is faster
 
 
-class Strip(NamedTuple):
-    """Columns of a tile that are multiplied at once, left to right."""
-
-    runs: tuple[Run, ...]  # key intervals, ascending and disjoint; the columns are their concatenation
-    masked: tuple[tuple[int, int, int], ...]  # (column, first key, last key + 1): inside one run, to be masked
-
-    @property
-    def width(self) -> int:
-        return sum(k1 - k0 for k0, k1 in self.runs)
-
-
-class Tile(NamedTuple):
-    """Query rows ``[first, stop)`` and the strips of keys that they read, at least one."""
+class Run(NamedTuple):
+    """Keys ``[first, stop)`` of a tile, and whether rows of the tile skip any."""
 
     first: int
     stop: int
-    strips: tuple[Strip, ...]
+    masked: bool
 
 
-def plan_tiles(
-    start: np.ndarray, end: np.ndarray, *, max_rows: int, max_columns: int, min_saving: int
-) -> Iterator[Tile]:
+class Tile(NamedTuple):
+    """Query rows ``[first, stop)`` and the keys that they read, at least one run, ascending."""
+
+    first: int
+    stop: int
+    runs: list[Run]
+
+
+def plan_tiles(start: np.ndarray, end: np.ndarray, *, max_rows: int, min_saving: int) -> Iterator[Tile]:
     """Tiles that cover every (query, key) pair of the mask once.
 
     Args:
         start: First key of each span, integer ``[N, Q]``; the spans of a row are disjoint, in any order.
         end: One past the last key of each span, same shape; ``end <= start`` is an empty span.
         max_rows: Most rows of a tile.
-        max_columns: Most columns of a strip.
         min_saving: Pairs that a cut between two tiles must avoid computing to be worth its overhead.
 
     Yields:
@@ -57,7 +65,7 @@ def plan_tiles(
     rows = cuts.tolist()
     for i in range(len(rows) - 1):
         if bounds[i] < bounds[i + 1]:
-            yield Tile(rows[i], rows[i + 1], tuple(_strips(intervals[bounds[i] : bounds[i + 1]], max_columns)))
+            yield Tile(rows[i], rows[i + 1], _runs(intervals[bounds[i] : bounds[i + 1]]))
 
 
 def _cut_rows(start: np.ndarray, end: np.ndarray, max_rows: int, min_saving: int) -> np.ndarray:
@@ -73,10 +81,7 @@ def _cut_rows(start: np.ndarray, end: np.ndarray, max_rows: int, min_saving: int
         if min(row - segments[-1], max_rows) * size >= min_saving:
             segments.append(row)
     segments.append(q_len)
-    cuts = [
-        np.linspace(first, stop, -(-(stop - first) // max_rows), endpoint=False, dtype=np.int64)
-        for first, stop in pairwise(segments)
-    ]
+    cuts = [np.arange(first, stop, max_rows) for first, stop in pairwise(segments)]
     return np.append(np.concatenate(cuts), q_len)
 
 
@@ -107,31 +112,123 @@ def _intervals(
     return tile, left[is_first] - tile * stride, right[is_last] - tile * stride, is_full[is_first]
 
 
-def _strips(intervals: list[tuple[int, int, bool]], max_columns: int) -> Iterator[Strip]:
-    """The intervals of one tile, cut into strips of about the same width."""
-    total = sum(k1 - k0 for k0, k1, _ in intervals)
-    width = -(-total // -(-total // max_columns))
-    width = min(max_columns, -(-width // 16) * 16)
-    runs: list[list[int]] = []
-    masked: list[list[int]] = []
-    column = 0
+def _runs(intervals: list[tuple[int, int, bool]]) -> list[Run]:
+    """The intervals of one tile; short ones that nearly touch are one masked run."""
+    runs: list[Run] = []
+    is_open = False  # whether the last run takes what follows
     for first, stop, is_full in intervals:
-        while first < stop:
-            last = min(stop, first + width - column)
-            if runs and runs[-1][1] == first:
-                runs[-1][1] = last
-            else:
-                runs.append([first, last])
-            if not is_full:
-                # A short unmasked stretch between two masked ones costs less as part of one masked call.
-                if masked and masked[-1][1] >= runs[-1][0] and first - masked[-1][2] < 64:
-                    masked[-1][2] = last
-                else:
-                    masked.append([column, first, last])
-            column += last - first
-            first = last
-            if column == width:
-                yield Strip(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))
-                runs, masked, column = [], [], 0
-    if runs:
-        yield Strip(tuple((a, b) for a, b in runs), tuple((a, b, c) for a, b, c in masked))
+        is_long, is_near = is_full and stop - first >= _LONG, bool(runs) and first - runs[-1].stop <= _GAP
+        if is_near and is_open:
+            # Lengths of long runs are made even: torch's kernel is then a tenth faster.
+            joined = first + (stop - first) % _EVEN if is_long else stop
+            runs[-1] = Run(runs[-1].first, joined, True)
+            if is_long:
+                runs.append(Run(joined, stop, False))
+        elif is_near and not is_long and first == runs[-1].stop:
+            spare = (first - runs[-1].first) % _EVEN
+            runs[-1] = Run(runs[-1].first, first - spare, False)
+            runs.append(Run(first - spare, stop, True))
+        else:
+            runs.append(Run(first, stop, not is_full))
+        is_open = not is_long
+    return [each for run in runs for each in _cut(run)]
+
+
+def _cut(run: Run) -> list[Run]:
+    """The run, or parts of one without mask: gradients of all its keys are one temporary tensor."""
+    if run.masked:
+        return [run]
+    return [Run(first, min(first + _MOST_KEYS, run.stop), False) for first in range(run.first, run.stop, _MOST_KEYS)]
+
+
+class Piece(NamedTuple):
+    """Keys ``[first, stop)`` of a tile, and its mask.
+
+    Attributes:
+        bias: a summand, ``[G * R, keys]`` or ``[B, 1, G * R, keys]``; None where all rows read all keys.
+        is_empty: rows without a key, ``[G * R]`` or ``[B, 1, G * R]``; None if there are none.
+    """
+
+    first: int
+    stop: int
+    bias: Tensor | None
+    is_empty: Tensor | None
+
+
+def whole(q: Tensor, k: Tensor, start: Tensor, end: Tensor) -> Piece | None:
+    """All keys and rows of a small problem, None of others."""
+    if not 0 < q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= _MOST_SCORES:
+        return None
+    return Piece(0, k.shape[2], *_mask_of(start.numpy(), end.numpy(), q, k, k.shape[2]))
+
+
+def tiles(q: Tensor, k: Tensor, start: Tensor, end: Tensor) -> Iterator[tuple[slice, slice, list[Piece]]]:
+    """Batch rows, query rows, and the pieces of keys that these read, for every tile."""
+    batch, heads, q_len, dim = q.shape
+    piece = whole(q, k, start, end)
+    if piece is not None:
+        yield slice(0, batch), slice(0, q_len), [piece]
+        return
+    for row, (start_row, end_row) in enumerate(zip(start.numpy(), end.numpy(), strict=True)):
+        batch_rows = slice(row, row + 1) if start.shape[0] > 1 else slice(0, batch)
+        for tile in plan_tiles(start_row, end_row, max_rows=_MAX_ROWS, min_saving=_MIN_SAVING // (heads * dim)):
+            rows, pieces = slice(tile.first, tile.stop), []
+            for first, stop, is_masked in tile.runs:
+                mask: tuple[Tensor | None, Tensor | None] = None, None
+                if is_masked:  # as seen from the run, so that tiles of one pattern share it
+                    start_here, end_here = ((x[:, rows] - first).clip(0, stop - first) for x in (start_row, end_row))
+                    mask = _mask_of(start_here, end_here, q, k, stop - first)
+                pieces.append(Piece(first, stop, *mask))
+            yield batch_rows, rows, pieces
+
+
+def _mask_of(start: np.ndarray, end: np.ndarray, q: Tensor, k: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
+    """`Piece.bias` and `Piece.is_empty` of spans ``[N, R]`` or ``[B or 1, N, R]``; small ones are kept for a while."""
+    group = q.shape[1] // k.shape[1]
+    kept = _mask if start.size * group * num_keys <= _MOST_SCORES else _mask.__wrapped__
+    return kept(start.tobytes(), end.tobytes(), start.shape, start.dtype.str, num_keys, group, lse_dtype(q))
+
+
+@functools.lru_cache(maxsize=16)  # tiles, layers, their forwards and backwards have the same few masks
+def _mask(
+    start: bytes, end: bytes, shape: tuple[int, ...], kind: str, num_keys: int, group: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """`_mask_of`, with the spans as bytes."""
+    first, last = (np.frombuffer(x, kind).reshape(*shape, 1) for x in (start, end))
+    key = np.arange(num_keys, dtype=kind)
+    reads = torch.from_numpy(((first <= key) & (key < last)).any(-3))
+    reads = reads.repeat(group, 1) if reads.dim() == 2 else reads.repeat(1, group, 1).unsqueeze(1)
+    is_empty = ~reads.any(-1)
+    return torch.where(reads, 0.0, -math.inf).to(dtype), is_empty if is_empty.any() else None
+
+
+def alike(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in one dtype and with one head dim, as torch's kernel wants them."""
+    dtype, dim = lse_dtype(tensors[0]), max(x.shape[3] for x in tensors)
+    padded = [(F.pad(x, (0, dim - x.shape[3])) if x.shape[3] < dim else x).to(dtype) for x in tensors]
+    return [x if x.stride(3) == 1 else x.contiguous() for x in padded]
+
+
+def folded(x: Tensor, kv_heads: int) -> Tensor:
+    """``[B, H, R, …]`` as ``[B, K, G * R, …]``: query heads of one key/value head become rows."""
+    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def unfolded(x: Tensor, heads: int) -> Tensor:
+    """The inverse of `folded`."""
+    return x if x.shape[1] == heads else x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+@torch.no_grad()
+def max_logit(q: Tensor, k: Tensor, start: Tensor, end: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    """Largest score that the mask admits, per head: ``[H]``, dtype of the lse, -inf for a head without any."""
+    wide_q, wide_k = alike(q, k)
+    top = wide_q.new_full(q.shape[1:2], -math.inf)
+    for b, rows, pieces in tiles(q, k, start, end):
+        q_tile = folded(wide_q[b, :, rows], k.shape[1])
+        for piece in pieces:
+            scores = q_tile @ wide_k[b, :, piece.first : piece.stop].mT * scale
+            scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+            scores = scores if piece.bias is None else scores + piece.bias
+            torch.maximum(top, unfolded(scores, q.shape[1]).amax((0, 2, 3)), out=top)
+    return top

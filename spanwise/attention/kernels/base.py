@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spanwise import _torch
-from spanwise.attention.kernels import _engine
+from spanwise.attention.kernels._tiles import max_logit
 from spanwise.attention.kernels.merge import Part, part_of
 from spanwise.masks.span_mask import SpanMask
 
@@ -194,4 +194,4 @@ class Kernel:
 
     def max_logit(self, q: Tensor, k: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions) -> Tensor:
         """Largest visible score of each query head, ``[H]``, −inf where nothing is visible. Not differentiable."""
-        return _engine.max_logit(q, k, chunk.start, chunk.end, scale=options.scale_for(q), softcap=options.softcap)
+        return max_logit(q, k, chunk.start, chunk.end, scale=options.scale_for(q), softcap=options.softcap)

@@ -153,6 +153,41 @@ class _Result(torch.autograd.Function):
         return None, None, None, *(grad_out, out, grad_lse, lse) * ctx.parts
 
 
+def with_lse_gradient(grad_out: Tensor, out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """A grad_out and an out that make flash's backward account for a gradient of the lse.
+
+    The backward is ``ds = p * (dp - delta)`` with ``delta = (grad_out * out).sum(-1)``, and a gradient of the lse
+    enters as ``delta - grad_lse``. The kernel computes delta itself and reads out for nothing else. So instead of out
+    it gets the multiple of grad_out whose product with grad_out is that difference. All terms of the product have one
+    sign, so rounding costs the difference no more than its relative precision.
+
+    If a row's grad_out is zero, or very small compared to the difference, the dtype cannot represent the multiple. Then
+    the row's first element is raised to 2**-56 of the difference (2**-14 in float16, whose range ends at 2**16). That
+    changes the row's gradient of v by less than rounding changes its other gradients. Rows without a gradient stay
+    unchanged.
+
+    Args:
+        grad_out, out: ``[B, H, Q, V]``.
+        grad_lse: ``[B, H, Q]``.
+    """
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    exact = grad_out.to(wide, copy=True)
+    delta = (torch.linalg.vecdot(exact, out.to(wide)) - grad_lse.to(wide)).unsqueeze(-1)
+    # 2**-22 is below float16's normal numbers, and four times its least.
+    share, floor = (2.0**-14, 2.0**-22) if out.dtype == torch.float16 else (2.0**-56, torch.finfo(out.dtype).tiny)
+    least = torch.where(delta == 0, 0, (delta.abs() * share).clamp(min=floor)).to(out.dtype)
+    is_small = exact.abs().amax(-1, keepdim=True) < least
+    grad_out = grad_out.clone()
+    grad_out[..., :1] = torch.where(is_small, least, grad_out[..., :1])
+    exact[..., :1] = grad_out[..., :1]
+    top = exact.abs().amax(-1, keepdim=True)
+    is_zero = top == 0
+    direction = exact.div_(top.masked_fill(is_zero, 1))  # or the square of a small number would be 0
+    square = torch.linalg.vecdot(direction, direction).unsqueeze(-1)
+    size = torch.where(is_zero, 0, delta / (top * square).masked_fill(is_zero, 1))
+    return grad_out, direction.mul_(size).to(out.dtype)
+
+
 def lse_dtype(q: Tensor) -> torch.dtype:
     """The dtype of the lse for queries ``q``: float32, float64 for float64."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,9 +1,9 @@
 """Block-sparse span-masked attention for the CPU, forward and backward: kernel "sdpa", as two custom ops.
 
 `spanwise::sdpa` and `spanwise::sdpa_backward` are opaque to torch.compile (their loop over tiles depends on the
-contents of the spans) and visible to selective activation checkpointing. The algorithm is FlashAttention-2's (Dao,
-2023): online softmax forward, scores recomputed from the saved lse backward; `_engine` has its steps. Letters of
-shapes: see `base`; R rows of a tile, C columns of a strip.
+contents of the spans) and visible to selective activation checkpointing. `_tiles` cuts the rows into tiles and says
+which keys each reads; torch's flash kernel computes a tile with a run of keys, and the runs are merged. The backward
+needs the lse of the whole row alone, as in ring attention. Letters of shapes: see `base`; R rows of a tile.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ import torch
 from torch import Tensor
 
 from spanwise import _torch
-from spanwise.attention.kernels import _dense
-from spanwise.attention.kernels._engine import NO_KEY, Engine
 from spanwise.attention.kernels._flops import count_flops
-from spanwise.attention.kernels._tiles import Strip
+from spanwise.attention.kernels._tiles import Piece, alike, folded, tiles, unfolded, whole
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
-from spanwise.attention.kernels.merge import Part, lse_dtype, merge, tokens
+from spanwise.attention.kernels.merge import Part, lse_dtype, merge, tokens, union, with_lse_gradient
 
-_LOG2_E = math.log2(math.e)
-_LN_2 = math.log(2)
+_aten = torch.ops.aten
 
 
 class Sdpa(Kernel):
     """Attention on the CPU that skips what the mask hides.
 
-    float64 is computed in float64, every other dtype in float32. Temporary memory is a few tiles.
+    float64 is computed in float64, every other dtype in float32. Temporary memory is a few tiles, and copies of q, k
+    and v where their dtypes or head dims differ.
     """
 
     name = "sdpa"
@@ -56,51 +54,103 @@ class Sdpa(Kernel):
     def attend_part(
         self, queries: Queries, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> Part:
-        """It keeps only q, k, v and the spans. Its out is float32, to be rounded after the merge; its lse float64."""
+        """It keeps only q, k, v and the spans. Its out is float32 at least, to be rounded after the merge."""
         return _Part.apply(*queries, k, v, chunk.start, chunk.end, options.scale_for(k), options.softcap)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    end: Tensor,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Out in float32 (float64 for float64), and lse in float64.
+# --- operators ------------------------------------------------------------------------------------------------------
 
-    A float32 lse of 10,000 is wrong by up to 5e-4, and so would be all weights that the backward recomputes from it.
-    """
-    if _dense.is_small(q, k, softcap):
-        found = _dense.forward(q, k, v, start, end, scale)
-        if found is not None:
-            return found
-    engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=engine.dtype)
-    lse = torch.full(q.shape[:3], NO_KEY, dtype=torch.float64)
-    heads = (engine.kv_heads, engine.group)
-    for b, tile, spans in engine.tiles(start, end):
-        q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
-        acc = engine.buffer("acc", *q_tile.shape[:2], v.shape[3]).zero_()
-        top = acc.new_full((*acc.shape[:2], 1), NO_KEY)
-        total = torch.zeros_like(top)
-        for strip in tile.strips:
-            scores, _ = engine.scores(q_tile, engine.load_columns(k[b], strip, "k"), strip, spans)
-            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            shift = new_top.masked_fill(new_top == NO_KEY, 0) if strip.masked else new_top  # -inf - -inf is nan
-            weights = scores.sub_(shift).exp2_()
-            decay = top.sub_(shift).exp2_()
-            total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-            acc.mul_(decay).baddbmm_(weights, engine.load_columns(v[b], strip, "v"))
-            top = new_top
-        acc.div_(total.masked_fill_(top == NO_KEY, 1))
-        rows = slice(tile.first, tile.stop)
-        out[b].unflatten(0, heads)[:, :, rows] = acc.unflatten(1, (engine.group, -1))
-        row_lse = total.double().log_().add_(top, alpha=_LN_2)
-        lse[b].unflatten(0, heads)[:, :, rows] = row_lse.view(*heads, -1)
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Out and lse, in float32 (float64 for float64)."""
+    q_wide, k_wide, v_wide = alike(q, k, v)
+    options, dim = (scale, softcap), v.shape[3]
+    piece = whole(q, k, start, end)
+    if piece is not None:
+        out, lse = _attend(folded(q_wide, k.shape[1]), k_wide, v_wide, piece, *options)
+        return unfolded(out, q.shape[1])[..., :dim], unfolded(lse, q.shape[1])
+    out = q_wide.new_zeros(q.shape[0], q.shape[2], q.shape[1], dim).transpose(1, 2)
+    lse = q_wide.new_full(q.shape[:3], -math.inf)
+    for b, rows, pieces in tiles(q, k, start, end):
+        q_tile, total = folded(q_wide[b, :, rows], k.shape[1]), None
+        for piece in pieces:
+            keys = b, slice(None), slice(piece.first, piece.stop)
+            part = _attend(q_tile, k_wide[keys], v_wide[keys], piece, *options)
+            total = part if total is None else union(*total, *part)
+        assert total is not None
+        out[b, :, rows] = unfolded(total[0], q.shape[1])[..., :dim]
+        lse[b, :, rows] = unfolded(total[1], q.shape[1])
     return out, lse
+
+
+def _backward(
+    grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    start: Tensor, end: Tensor, scale: float, softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq in float32 (float64 for float64); dk, dv in the dtype of k, v.
+
+    The gradients belong to the attention whose results `out` and `lse` are: over these keys, or over more.
+    """
+    is_empty, only_lse = lse == -math.inf, grad_out is None
+    lse = lse.masked_fill(is_empty, 0)
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    if grad_lse is not None:
+        grad_out, out = (x.to(lse.dtype) for x in (grad_out, out))
+        grad_out, out = with_lse_gradient(grad_out, out, grad_lse.masked_fill(is_empty, 0))
+    *wide, k_wide, v_wide = alike(grad_out, q, out, k, v)
+    rows_of, kv_heads, options = [*wide, lse], k.shape[1], (scale, softcap)
+    piece = whole(q, k, start, end)
+    if piece is not None:
+        do, q_rows, out, lse = (folded(x, kv_heads) for x in rows_of)
+        dq, dk, dv = _gradients(do, q_rows, k_wide, v_wide, out, lse, piece, *options)
+        dq = unfolded(dq, q.shape[1])
+    else:
+        dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (wide[1], k_wide, v_wide))
+        for b, rows, pieces in tiles(q, k, start, end):
+            do, q_rows, out, lse = (folded(x[b, :, rows], kv_heads) for x in rows_of)
+            for piece in pieces:
+                keys = b, slice(None), slice(piece.first, piece.stop)
+                grads = _gradients(do, q_rows, k_wide[keys], v_wide[keys], out, lse, piece, *options)
+                dq[b, :, rows].add_(unfolded(grads[0], q.shape[1]))
+                dk[keys].add_(grads[1])
+                dv[keys].add_(grads[2])
+    dq, dk, dv = (x[..., : like.shape[3]] for x, like in zip((dq, dk, dv), (q, k, v), strict=True))
+    # with_lse_gradient changed grad_out: where only the lse has a gradient, none of it belongs to v.
+    return dq, dk.to(k.dtype), dv.zero_().to(v.dtype) if only_lse else dv.to(v.dtype)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of one tile over one piece of keys."""
+    if softcap is None:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=piece.bias, scale=scale
+        )
+        return out, lse if piece.is_empty is None else lse.masked_fill_(piece.is_empty, -math.inf)
+    scores = torch.tanh(q @ k.mT * (scale / softcap)) * softcap
+    scores = scores if piece.bias is None else scores + piece.bias
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)) @ v, lse
+
+
+def _gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece,
+    scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv of one tile over one piece of keys; out and lse are those over all keys."""
+    if softcap is None:
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, False, attn_mask=piece.bias, scale=scale
+        )
+    capped = torch.tanh(q @ k.mT * (scale / softcap))
+    scores = capped * softcap if piece.bias is None else capped * softcap + piece.bias
+    weights = torch.exp(scores - lse.unsqueeze(-1))
+    slope = (1 - capped * capped) * scale
+    ds = weights * (grad_out @ v.mT - (grad_out * out).sum(-1, keepdim=True)) * slope
+    return ds @ k, ds.mT @ q, weights.mT @ grad_out
 
 
 def _contiguous(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -114,94 +164,17 @@ def _contiguous(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tu
 
 
 _OP = torch.library.custom_op("spanwise::sdpa", mutates_args=())(_contiguous(_forward))
-
-
-@_OP.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, start: Any, end: Any, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=lse_dtype(q))
-    return out, q.new_empty(q.shape[:3], dtype=torch.float64)
-
-
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    start: Tensor,
-    end: Tensor,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq in float32 (float64 for float64); dk, dv in the dtype of k, v.
-
-    The gradients belong to the attention whose results `out` and `lse` are: over these keys, or over more.
-    """
-    if grad_lse is None and _dense.is_small(q, k, softcap):
-        found = _dense.backward(grad_out, (q, k, v, out, lse), start, end, scale)
-        if found is not None:
-            return found[0], found[1].to(k.dtype), found[2].to(v.dtype)
-    engine = Engine(q, k, v, scale, softcap, base=_LOG2_E)
-    heads = (engine.kv_heads, engine.group)
-    dq = torch.zeros(q.shape, dtype=engine.dtype)
-    dk, dv = torch.zeros(k.shape, dtype=engine.dtype), torch.zeros(v.shape, dtype=engine.dtype)
-    for b, tile, spans in engine.tiles(start, end):
-        rows = slice(tile.first, tile.stop)
-        q_tile = engine.load_rows(q[b], tile, "q").mul_(engine.factor)
-        do_tile = engine.load_rows(grad_out[b], tile, "grad_out")
-        row_lse = lse[b, :, rows].reshape(engine.kv_heads, -1, 1)
-        is_empty = row_lse == NO_KEY
-        delta = engine.load_rows(out[b], tile, "out").mul_(do_tile).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            delta = delta - grad_lse[b, :, rows].reshape(row_lse.shape).masked_fill(is_empty, 0)
-        shift, share = _dense.split_lse(row_lse.masked_fill(is_empty, 0), engine.dtype)
-        delta = delta.to(engine.dtype).mul_(share)
-        do_tile.mul_(share)
-        dq_tile = engine.buffer("dq", *q_tile.shape).zero_()
-        for strip in tile.strips:
-            keys, values = engine.load_columns(k[b], strip, "k"), engine.load_columns(v[b], strip, "v")
-            scores, slope = engine.scores(q_tile, keys, strip, spans, slope=True)
-            weights = scores.sub_(shift).exp2_()
-            _add_columns(dv[b], strip, weights, do_tile)
-            ds = torch.bmm(do_tile, values.mT, out=engine.buffer("ds", *weights.shape))
-            ds.sub_(delta).mul_(weights)
-            if slope is not None:
-                ds.mul_(slope)
-            dq_tile.baddbmm_(ds, keys)
-            _add_columns(dk[b], strip, ds, q_tile)
-        dq[b].unflatten(0, heads)[:, :, rows] = dq_tile.unflatten(1, (engine.group, -1))
-    return dq.mul_(scale), dk.mul_(engine.unscale).to(k.dtype), dv.to(v.dtype)
-
-
-def _add_columns(total: Tensor, strip: Strip, weights: Tensor, rows: Tensor) -> None:
-    """Adds transposed weights ``[K, G * R, C]`` times rows ``[K, G * R, D]`` to the strip in total ``[K, T, D]``."""
-    column = 0
-    for k0, k1 in strip.runs:
-        total[:, k0:k1].baddbmm_(weights[:, :, column : column + k1 - k0].mT, rows)
-        column += k1 - k0
-
-
 _BACKWARD_OP = torch.library.custom_op("spanwise::sdpa_backward", mutates_args=())(_contiguous(_backward))
 
 
+@_OP.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = lse_dtype(q)
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+
+
 @_BACKWARD_OP.register_fake
-def _(
-    grad_out: Any,
-    grad_lse: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Any,
-    lse: Any,
-    start: Any,
-    end: Any,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape, dtype=lse_dtype(q)), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -257,7 +230,6 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:
         q, k, v, start, end = ctx.saved_tensors
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         backward = _backward if _torch.is_readable(q) else torch.ops.spanwise.sdpa_backward
         grads = backward(grad_out, grad_lse, q, k, v, out, lse, start, end, ctx.scale, ctx.softcap)
         return None, *grads, None, None, None, None
