@@ -49,7 +49,6 @@ HOT = [
     "recurrence/shards.py",
     "recurrence/slabs.py",
     "recurrence/tokenwise.py",
-    "batch/fused.py",
     "attention/_limits.py",
     "attention/compare.py",
     "attention/failure.py",

@@ -22,13 +22,15 @@ class Heads:
         heads, kv_heads, _, _ = plan.attention_shape
         share = heads // plan.inner
         reads = [[h // (heads // kv_heads) for h in range(j * share, (j + 1) * share)] for j in range(plan.inner)]
-        each = [reads[place].count(head) for head in sorted(set(reads[place]))]
+        # Equally many query heads read each K/V head of a rank, and all ranks get equally many: repeated until so.
         self.queries = share
-        self.window = max(max(read) - min(read) + 1 for read in reads)  # that travels, for all ranks alike
-        self.uneven = len(set(each)) > 1
-        self.held = share if self.uneven else len(each)
-        # Windows lie apart, or are one head for equally many ranks each, or are cut out first.
-        self.cut_out = self.window * plan.inner != kv_heads and plan.inner % kv_heads != 0
+        self.held = next(
+            n
+            for n in range(1, share + 1)
+            if share % n == 0
+            and all(len(set(read[i : i + share // n])) == 1 for read in reads for i in range(0, share, share // n))
+        )
+        self.repeated = self.held * plan.inner != kv_heads
 
 
 class Ledger:
@@ -78,21 +80,18 @@ def forward(plan: Plan, dense: Dense, rank: int) -> tuple[int, int]:
     q_head, kv_head, out_head = (dim * plan.itemsize for dim in (qk_dim, qk_dim + v_dim, v_dim))
     own = group_keys(plan, dense, group)
     if plan.inner > 1:
-        window = own * share.window * kv_head
-        leaving = dense.keys(rank) * plan.inner * share.window * kv_head
+        window = own * share.held * kv_head
+        leaving = dense.keys(rank) * plan.inner * share.held * kv_head
         ledger.hold(q_sent=dense.queries(rank) * heads * q_head)
         ledger.hold(q_came=rows * share.queries * q_head)
-        ledger.hold(cut_out=leaving * share.cut_out)
+        ledger.hold(repeated=leaving * share.repeated)
         ledger.hold(kv_sent=leaving)
-        ledger.drop("cut_out")
+        ledger.drop("repeated")
         ledger.hold(kv_came=window)
         ledger.drop("q_sent")
         ledger.hold(q=rows * share.queries * q_head)
         ledger.drop("q_came", "kv_sent")
         ledger.hold(kv=window)
-        if share.uneven:
-            ledger.hold(repeated=own * share.held * kv_head)
-            ledger.drop("kv")
         ledger.drop("kv_came")
     kept = exchange(plan, dense, group, ledger, share.held * kv_head)
     if not plan.keep_kv:
@@ -170,7 +169,7 @@ def test_received_bytes(problem: tuple[Plan, Dense]) -> None:
         for other in range(group * plan.inner, (group + 1) * plan.inner):
             if other != rank:  # its tokens for this rank's heads, and this rank's tokens of its heads
                 elements += dense.queries(other) * share.queries * qk_dim
-                elements += dense.keys(other) * share.window * (qk_dim + v_dim)
+                elements += dense.keys(other) * share.held * (qk_dim + v_dim)
                 elements += dense.queries(rank) * (heads // plan.inner) * v_dim
         assert plan.recv_bytes()[rank] == elements * plan.itemsize
 
