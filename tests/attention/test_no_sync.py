@@ -29,6 +29,7 @@ DOORS = [
 HOT = [
     *DOORS,
     "_torch.py",
+    "attention/compact.py",
     "attention/executor.py",
     "attention/kv.py",
     "attention/ulysses.py",
