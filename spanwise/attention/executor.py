@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,70 +91,25 @@ class Link(NamedTuple):
     call: Compared | None = None
 
 
-class Form(Protocol):
-    """How tensors lie in the rows that travel, on their way out and when they have come; a tuple of numbers.
-
-    Attributes:
-        sums: whether gradients travel in float32 at least, because several of them are summed.
-        whole: whether `arrived` gives views of all rows, to which gradients can be added.
-    """
-
-    @property
-    def sums(self) -> bool: ...
-    @property
-    def whole(self) -> bool: ...
-    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows ``[R, F]`` of the rank's own tensors."""
-
-    def came_home(self, rows: torch.Tensor) -> Tensors:
-        """Gradients of these tensors, from rows of gradients."""
-
-    def arrived(self, rows: torch.Tensor) -> Tensors:
-        """The tensors of a step, from its rows in order."""
-
-    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows of gradients of these tensors."""
-
-
-class Rows(NamedTuple):
-    """One tensor of rows, as it is."""
-
-    sums: bool = True
-    whole: bool = False
-
-    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return tensors[0]
-
-    def came_home(self, rows: torch.Tensor) -> Tensors:
-        return (rows,)
-
-    def arrived(self, rows: torch.Tensor) -> Tensors:
-        return (rows,)
-
-    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        return gradients[0]
-
-
-def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Form | None = None) -> Iterator[Tensors]:
+def bring(rows: torch.Tensor, steps: Sequence[RankStep], link: Link, *, sums: bool = True) -> Iterator[torch.Tensor]:
     """Start the steps that send the rank's own rows; iterate to wait for each step and get what it brings.
 
     Differentiable. Collectives are in flight when this returns; between two items the caller computes. All ranks of
     the group run the same steps.
 
     Args:
-        tensors: what the form takes; by default one tensor of rows ``[R, F]``.
-        form: how they lie in rows; default `Rows`.
+        rows: ``[R, F]``.
+        sums: whether gradients travel in float32 at least, because several of them are summed.
 
     Returns:
-        Iterator over the tensors that each step brings.
+        Iterator over the rows that each step brings, in order.
 
     Raises:
         spanwise.ExchangeError: a rank is gone or too late, here, at an item or in the backward.
     """
     pending: dict[int, Tensors] = {}
-    form = Rows() if form is None else form
 
-    def leave(source: int, rows: torch.Tensor | None, wide: Tensors) -> None:
+    def leave(source: int, rows: torch.Tensor | None, carrier: torch.Tensor) -> None:
         which = [i for i, step in enumerate(steps) if step.source == source]
         if which:
             leaving = [steps[i] for i in which]
@@ -163,20 +118,21 @@ def bring(tensors: Tensors, steps: Sequence[RankStep], link: Link, form: Form | 
                 (i, step.kind, step.peers, _halves(step), step.send is not None)
                 for i, step in zip(which, leaving, strict=True)
             ]
-            made = _Start.apply(form, link, len(steps), meta, len(wide), rows, *wide, *sends)
+            made = _Start.apply(link, sums, len(steps), meta, rows, carrier, *sends)
             pending.update(zip(which, zip(made[: len(which)], made[len(which) :], strict=True), strict=True))
 
-    def arrived(i: int) -> Tensors:
+    def arrived(i: int) -> torch.Tensor:
         step = steps[i]
         what = f"{link.label}, chunk {i + 1} of {len(steps)}"
         meta = step.kind, step.peers, _halves(step), step.spare, step.passed
-        found = _Wait.apply(form, link, what, meta, *pending.pop(i), *([] if step.order is None else [step.order]))
-        if step.passed:
-            *found, rows, anchor = found
-            leave(i, rows, (anchor,))
-        return tuple(found)
+        found = _Wait.apply(link, sums, what, meta, *pending.pop(i), *([] if step.order is None else [step.order]))
+        if not step.passed:
+            return found
+        in_order, rows, anchor = found
+        leave(i, rows, anchor)
+        return in_order
 
-    leave(-1, None, tensors)
+    leave(-1, None, rows)
     return (arrived(i) for i in range(len(steps)))
 
 
@@ -193,24 +149,20 @@ def _halves(step: RankStep) -> tuple[list[int], list[int]]:
 class _Start(torch.autograd.Function):
     """Starts steps that send rows of one buffer; the backward waits for their gradients and sums them in float32.
 
-    Arguments: form, link, number of steps, number, kind and sizes of each step that starts, how many tensors follow,
-    the rows (None: pack the tensors), then these tensors, then `send` of each indexed step. A row sent to several ranks
-    gets several gradients; they are summed in float32 at least and cast once.
+    Arguments: link, whether gradients are summed, number of steps, number, kind and sizes of each step that starts, the
+    rows (None: the carrier), the carrier of their gradient, then `send` of each indexed step. A row sent to several
+    ranks gets several gradients; they are summed in float32 at least and cast once.
     """
 
     # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensors:
-        form, link, of, meta, count, rows, *rest = args
-        tensors, sends = rest[:count], rest[count:]
-        packs = rows is None
-        if packs:
-            rows = form.leaving(tensors)
+        link, sums, of, meta, rows, carrier, *sends = args
+        rows = carrier if rows is None else rows
         ctx.save_for_backward(*sends)
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.link, ctx.of, ctx.meta, ctx.packs, ctx.count = form, link, of, meta, packs, count
-        ctx.like, ctx.dtype = rows.shape, tensors[0].dtype
-        data, anchors, sends = [], [], list(sends)
+        ctx.link, ctx.of, ctx.meta, ctx.like, ctx.dtype = link, of, meta, rows.shape, carrier.dtype
+        data, anchors = [], []
         for i, kind, peers, (send, recv), indexed in meta:
             sent = rows.index_select(0, sends.pop(0)) if indexed else rows
             if kind == SHARD:
@@ -220,14 +172,14 @@ class _Start(torch.autograd.Function):
                 sent = rows = torch.nn.functional.pad(rows, (0, 0, 0, recv[0] - rows.shape[0]))
             what = f"{link.label}, chunk {i + 1} of {of}"
             data.append(_collective(link, kind, what, sent, send, recv, home=False))
-            anchors.append(_anchor(sent, form.sums))
+            anchors.append(_anchor(sent, sums))
         ctx.mark_non_differentiable(*data)
         return *data, *anchors
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        sends = list(ctx.saved_tensors)
-        total, none = None, (None,) * (6 + len(sends))
+        sends, total = list(ctx.saved_tensors), None
+        none = [None] * len(sends)
         steps = zip(reversed(ctx.meta), reversed(grads[len(ctx.meta) :]), strict=True)
         for (i, kind, peers, _, indexed), pending in steps:  # the steps that left last come home first
             send = sends.pop() if indexed else None
@@ -241,79 +193,59 @@ class _Start(torch.autograd.Function):
             elif kind != SHARD or peers[0] >= 0:
                 grad = grad[: ctx.like[0]] if kind == GATHERED else grad  # without padding
                 total = grad if total is None else total + grad
-        if total is None:
-            return *none[:6], *[None] * ctx.count, *none[6:]
-        # A form may sum, too: cast afterwards.
-        found = [x.to(ctx.dtype) for x in ctx.form.came_home(total)] if ctx.packs else [total]
-        return *none[:6], *found, *none[6:]
+        return None, None, None, None, None, None if total is None else total.to(ctx.dtype), *none
 
 
 class _Wait(torch.autograd.Function):
-    """Waits for a step: K and V in order, then its rows and an anchor for steps that pass them on.
+    """Waits for a step: its rows in order, then the rows and an anchor for steps that pass them on.
 
-    Arguments: form, link, what travels, (kind, peers, sizes, spare, whether rows are passed on), data and anchor of the
-    start, and the order if there is one. The backward sends the gradients of the rows home.
+    Arguments: link, whether gradients are summed, what travels, (kind, peers, sizes, spare, whether rows are passed
+    on), data and anchor of the start, and the order if there is one. The backward sends the gradients of the rows home.
     """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensors:
-        form, link, what, meta, data, sent, *order = args
+    def forward(ctx: Any, *args: Any) -> Any:
+        link, sums, what, meta, data, sent, *order = args
         kind, _, _, spare, passed = meta
         empty = torch.zeros((), dtype=sent.dtype, device=data.device).expand(data.shape)  # has no memory
         # Eager code saves it, or a checkpoint that recomputes would stop before it waits for what it has started.
         ctx.empty = empty if torch.compiler.is_compiling() else None
         ctx.save_for_backward(*order, *([empty] if ctx.empty is None else []))
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.link, ctx.what, ctx.meta = form, link, what, meta
-        ctx.sent, ctx.ordered = sent.shape[0], len(order) > 0
+        ctx.link, ctx.what, ctx.meta, ctx.sent, ctx.ordered = link, what, meta, sent.shape[0], len(order) > 0
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
-        arranged = rows
+        in_order = rows.view(rows.shape)
         if order:
             padded = torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
-            arranged = padded.index_select(0, order[0])
-        found = form.arrived(arranged)
-        ctx.shapes = [x.shape for x in found]
+            in_order = padded.index_select(0, order[0])
         if not passed:
-            return found
+            return in_order
         ctx.mark_non_differentiable(rows)
-        return *found, rows, _anchor(rows, form.sums)
+        return in_order, rows, _anchor(rows, sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         check_first_order()
-        saved = ctx.saved_tensors  # before the comparison: a checkpoint recomputes here, and compares that
+        *order, like = ctx.saved_tensors if ctx.empty is None else (*ctx.saved_tensors, ctx.empty)
+        # After the saved tensors: a checkpoint recomputes for them, and compares that.
         if ctx.link.call is not None:
             ctx.link.call(ctx.what)
-        kind, peers, (send, recv), spare, passed = ctx.meta
-        of_keys, through = (grads[:-2], grads[-1]) if passed else (grads, None)
-        total = _total(ctx, saved, of_keys, through, spare)
+        kind, peers, (send, recv), spare, _ = ctx.meta
+        total, through = grads[0], grads[-1] if len(grads) > 1 else None
+        if total is not None:
+            total = total.to(like.dtype)
+            if order:
+                found = total.new_zeros(like.shape[0] + spare, like.shape[1]).index_add_(0, order[0], total)
+                total = found[: like.shape[0]] if spare else found
+            total = total.contiguous() if through is None else through.add_(total)
+        elif through is None:
+            total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        else:
+            total = through
         if kind == SHARD:
             send, recv = _at(ctx.link.size, peers[0], ctx.sent), _at(ctx.link.size, peers[1], total.shape[0])
         home = _collective(ctx.link, kind, ctx.what, total, recv, send, home=True)
         return None, None, None, None, None, returned(home), *([None] if ctx.ordered else [])
-
-
-def _total(
-    ctx: Any, saved: Tensors, gradients: Sequence[torch.Tensor | None], through: torch.Tensor | None, spare: bool
-) -> torch.Tensor:
-    """Gradients of the rows received ``[N, F]``: those of the tensors, and of what others got of the rows."""
-    form = ctx.form
-    like, order = (saved[-1], saved[:-1]) if ctx.empty is None else (ctx.empty, saved)
-    if form.whole:
-        total = torch.zeros_like(like) if through is None else through
-        for part, x in zip(form.arrived(total), gradients, strict=True):
-            if x is not None:
-                part.add_(x)
-        return total
-    given = [x for x in gradients if x is not None]
-    if not given:
-        return torch.zeros_like(like) if through is None else through
-    filled = [given[0].new_zeros(shape) if x is None else x for x, shape in zip(gradients, ctx.shapes, strict=True)]
-    rows = form.going_home(filled).to(like.dtype)
-    if order:
-        total = rows.new_zeros(like.shape[0] + spare, like.shape[1]).index_add_(0, order[0], rows)
-        rows = total[: like.shape[0]] if spare else total
-    return rows.contiguous() if through is None else rows + through
 
 
 def _collective(

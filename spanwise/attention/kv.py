@@ -28,7 +28,7 @@ from spanwise.attention.rank_plan import RankPlan, outer_link
 
 
 class KV(NamedTuple):
-    """K ``[B, H, T, D]`` and V ``[B, H, T, E]`` as rows ``[T, B * H * (D + E)]``.
+    """How K ``[B, H, T, D]`` and V ``[B, H, T, E]`` lie in rows ``[T, B * H * (D + E)]``; all of it differentiable.
 
     Attributes:
         batch, heads, k_dim, v_dim: B, H, D and E.
@@ -40,30 +40,21 @@ class KV(NamedTuple):
     k_dim: int
     v_dim: int
     whole: bool
-    sums: bool = True
 
-    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        k, v = tensors
-        if not self.whole:
-            return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
-        rows = k.new_empty(k.shape[2], self.batch * self.heads * (self.k_dim + self.v_dim))
-        for part, x in zip(self.arrived(rows), (k, v), strict=True):
-            part.copy_(x)
-        return rows
+    def rows(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.whole:
+            return torch.cat([k.flatten(), v.flatten()]).view(
+                k.shape[2], self.batch * self.heads * (self.k_dim + self.v_dim)
+            )
+        return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
 
-    def arrived(self, rows: torch.Tensor) -> Tensors:
-        if not self.whole:
-            both = rows.view(-1, self.batch, self.heads, self.k_dim + self.v_dim).permute(1, 2, 0, 3)
-            return both[..., : self.k_dim], both[..., self.k_dim :]
-        tokens, shape = rows.shape[0], (self.batch, self.heads, rows.shape[0])
-        flat = rows.view(-1).split([self.batch * self.heads * tokens * dim for dim in (self.k_dim, self.v_dim)])
-        return flat[0].view(*shape, self.k_dim), flat[1].view(*shape, self.v_dim)
-
-    def came_home(self, rows: torch.Tensor) -> Tensors:
-        return self.arrived(rows)
-
-    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.leaving(gradients)
+    def tensors(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dims, heads = (self.k_dim, self.v_dim), (self.batch, self.heads)
+        if self.whole:
+            k, v = rows.view(-1).split([self.batch * self.heads * rows.shape[0] * dim for dim in dims])
+            return k.view(*heads, rows.shape[0], self.k_dim), v.view(*heads, rows.shape[0], self.v_dim)
+        k, v = rows.view(-1, *heads, sum(dims)).split(dims, -1)
+        return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 def kv_form(k: torch.Tensor, v: torch.Tensor, steps: Sequence[RankStep]) -> KV:
@@ -144,10 +135,11 @@ def kv_chunks(
         label = f"K/V refetched for the backward, mask {mask!r}"
         refetch = Refetch(rows[0].detach(), rows[1].detach(), remote, link._replace(label=label))
     steps = [chunk.route for chunk in remote]
-    arriving = bring(rows, steps, link, kv_form(rows[0], rows[1], steps))
+    form = kv_form(rows[0], rows[1], steps)
+    arriving = bring(form.rows(*rows), steps, link)
     yield dataclasses.replace(own, refetch=refetch)
     for i, chunk in enumerate(remote):
-        pair = with_spare(chunk.route, next(arriving), chunk.kv_pos)
+        pair = with_spare(chunk.route, form.tensors(next(arriving)), chunk.kv_pos)
         again: Callable[[], Tensors] | None = None
         if refetch is not None:
             pair = (pair[0].contiguous(), pair[1].contiguous())  # otherwise a kernel may save contiguous copies
@@ -173,7 +165,7 @@ class Refetch:
         self._steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
         self._form = kv_form(k, v, self._steps)
         self._rows: torch.Tensor | None = None
-        self._under_way: dict[int, Iterator[Tensors]] = {}
+        self._under_way: dict[int, Iterator[torch.Tensor]] = {}
         self._arrived: dict[int, Tensors] = {}
 
     @torch.no_grad()
@@ -185,8 +177,8 @@ class Refetch:
                 if self._link.call is not None:
                     self._link.call(f"{self._link.label}, chunk {j + 1}")
                 if self._rows is None:
-                    self._rows = self._form.leaving(self._kv)  # once for all chunks
-                self._under_way[j] = bring((self._rows,), [self._steps[j]], self._link)
+                    self._rows = self._form.rows(*self._kv)  # once for all chunks
+                self._under_way[j] = bring(self._rows, [self._steps[j]], self._link)
                 if j == 0:
                     self._rows = None
 
@@ -194,8 +186,8 @@ class Refetch:
     def take(self, i: int) -> Tensors:
         """K and V ``[B, H, K, D]`` of chunk ``i``, contiguous."""
         if i not in self._arrived:
-            (rows,) = next(self._under_way.pop(i))
-            pair = with_spare(self._steps[i], self._form.arrived(rows), self._chunks[i].kv_pos)
+            pair: Tensors = self._form.tensors(next(self._under_way.pop(i)))
+            pair = with_spare(self._steps[i], pair, self._chunks[i].kv_pos)
             self._arrived[i] = tuple([x.contiguous() for x in pair])
         return self._arrived[i]
 

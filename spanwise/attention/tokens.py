@@ -132,5 +132,5 @@ def _gather_rows(
     for axis in reversed(range(mesh.ndim)):  # the last axis first, so that ranks come in the order of their numbers
         sizes = (rows_RF[:, :0],)
         link = Link(_torch.group_name(mesh.get_group(axis)), mesh.size(axis), "shards (unshard, roll)", call)
-        ((rows_RF,),) = bring((rows_RF,), [RankStep(None, None, sizes, sizes, kind=GATHERED)], link)
+        (rows_RF,) = bring(rows_RF, [RankStep(None, None, sizes, sizes, kind=GATHERED)], link)
     return rows_RF.index_select(0, restore.flatten()).unflatten(0, (x_BTF.shape[0], -1))

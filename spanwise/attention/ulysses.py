@@ -11,13 +11,11 @@ transfers of q and of K/V both start before the first wait, forward and backward
 
 # n ranks of the group; T tokens of this rank, S of the group; B batch; H heads of a token, h of them on a rank;
 # D head dim; F features of a head on the wire: D, or K and V side by side
-# On the wire a row is a token and holds [B, h, F]; W rows: n * T on the way to heads, S on the way back to tokens
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ import torch
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.compare import Compared
-from spanwise.attention.executor import Link, RankStep, Tensors, bring
+from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.planning.heads import kv_heads_held
 
 
@@ -101,15 +99,19 @@ def to_heads(
         q ``[B, Hq / n, S, Dk]``, k ``[B, c, S, Dk]``, v ``[B, c, S, Dv]``, strided views; c divides Hq / n.
     """
     kv_trade = trade if kv_trade is None else kv_trade
-    num_ranks, num_heads, held = trade.num_ranks, q.shape[1], kv_heads_held(q.shape[1], k.shape[1], trade.num_ranks)
-    repeats = held * num_ranks // k.shape[1]
-    of_q = _Heads(num_ranks, q.shape[0], trade.rows, num_heads // num_ranks, 1, (q.shape[3],))
-    of_kv = _Heads(num_ranks, q.shape[0], trade.rows, held, repeats, (k.shape[3], v.shape[3]))
-    arriving = [
-        bring(tensors, [each.heads], Link(name, num_ranks, f"heads of {what}, {label}", call), form)
-        for tensors, each, what, form in (((q,), trade, "q", of_q), ((k, v), kv_trade, "K/V", of_kv))
-    ]
-    (q,), (k, v) = (next(each) for each in arriving)
+    num_ranks, batch, kv_heads, dims = trade.num_ranks, q.shape[0], k.shape[1], (k.shape[3], v.shape[3])
+    held = kv_heads_held(q.shape[1], kv_heads, num_ranks)
+    shared = held * num_ranks > kv_heads
+    step = _head_by_head(kv_trade.heads, kv_heads, held, num_ranks) if shared else kv_trade.heads
+    rows_of_q = _by_rank([q], trade, num_ranks)
+    rows_of_kv = _by_rank([k, v], kv_trade, kv_heads if shared else num_ranks)
+    arriving = (
+        bring(rows_of_q, [trade.heads], Link(name, num_ranks, f"heads of q, {label}", call), sums=False),
+        bring(rows_of_kv, [step], Link(name, num_ranks, f"heads of K/V, {label}", call), sums=shared),
+    )
+    q_rows, kv_rows = (next(each) for each in arriving)
+    (q,) = _from_tokens(q_rows, trade, batch, q.shape[1] // num_ranks, [q.shape[3]])
+    k, v = _from_tokens(kv_rows, kv_trade, batch, held, dims)
     return q, k, v
 
 
@@ -134,84 +136,54 @@ def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str, *, call: Com
     ``[B, Hq / n, S, D]`` or ``[B, Hq / n, S]``, the result ``[B, Hq, T, D]`` or ``[B, Hq, T]``, a strided view.
     """
     x_BhSD = x if x.dim() == 4 else x.unsqueeze(-1)
-    batch, count, _, dim = x_BhSD.shape
-    form = _Heads(trade.num_ranks, batch, trade.rows, count, 1, (dim,))
-    ((x_BHTD,),) = bring((x_BhSD,), [trade.tokens], Link(name, trade.num_ranks, label, call), _Back(form))
+    link = Link(name, trade.num_ranks, label, call)
+    (rows,) = bring(_by_token(x_BhSD, trade), [trade.tokens], link, sums=False)
+    x_BHTD = _from_ranks(rows, trade, x.shape[0], x_BhSD.shape[3])
     return x_BHTD if x.dim() == 4 else x_BHTD.squeeze(-1)
 
 
-class _Heads(NamedTuple):
-    """Tensors ``[B, H, T, D]`` on their way to the ranks that compute some heads; an `executor.Form`.
-
-    Attributes:
-        num_ranks: n.
-        batch, rows: B, and batch rows with layouts of their own, 1 or B.
-        width: heads that each rank gets.
-        repeats: how often each head is repeated, so that the heads divide over the ranks.
-        dims: D of each tensor.
-    """
-
-    num_ranks: int
-    batch: int
-    rows: int
-    width: int
-    repeats: int
-    dims: tuple[int, ...]
-    whole: bool = False
-
-    @property
-    def sums(self) -> bool:
-        """Gradients of a head that several ranks have are summed."""
-        return self.repeats > 1
-
-    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """For each rank its heads."""
-        repeated = [x.repeat_interleave(self.repeats, 1) if self.sums else x for x in tensors]
-        parts = [x.unflatten(1, (-1, self.width)).permute(1, 3, 0, 2, 4) for x in repeated]
-        return torch.cat(parts, dim=-1).flatten(0, 1).view(-1, self.batch // self.rows * self.width * sum(self.dims))
-
-    def came_home(self, rows: torch.Tensor) -> Tensors:
-        """Each head summed over the ranks that had it; a token's heads adjacent in memory, as projections want them."""
-        x_nTBhF = rows.view(self.num_ranks, -1, self.batch, self.width, sum(self.dims))
-        x_BTHF = x_nTBhF.permute(2, 1, 0, 3, 4).flatten(2, 3)
-        if self.sums:
-            x_BTHF = x_BTHF.unflatten(2, (-1, self.repeats)).sum(3)
-        return tuple([x.transpose(1, 2) for x in x_BTHF.split(self.dims, dim=-1)])
-
-    def arrived(self, rows: torch.Tensor) -> Tensors:
-        """The rank's heads of all tokens of the group."""
-        if self.rows == 1:
-            x_BShF = rows.view(-1, self.batch, self.width, sum(self.dims)).transpose(0, 1)
-        else:
-            x_BShF = rows.view(self.batch, -1, self.width, sum(self.dims))
-        return tuple([x.transpose(1, 2) for x in x_BShF.split(self.dims, dim=-1)])
-
-    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Gradients of all received heads."""
-        dtype = gradients[0].dtype
-        if self.sums:
-            dtype = torch.promote_types(dtype, torch.float32)
-        grad_BhSF = torch.cat([x.to(dtype) for x in gradients], dim=-1) if gradients[1:] else gradients[0].to(dtype)
-        if self.rows == 1:
-            return grad_BhSF.permute(2, 0, 1, 3).flatten(1)
-        return grad_BhSF.transpose(1, 2).flatten(0, 1).flatten(1)
+# Rows hold [h, B, F] features where one layout serves the batch, and [h, F] of a batch row's token where each row has
+# its own. With K/V heads that several ranks get, a row is one head of a token.
 
 
-class _Back(NamedTuple):
-    """The way back of tensors, each rank's own heads of all tokens, to the ranks whose tokens they are."""
+def _by_rank(tensors: Sequence[torch.Tensor], trade: Trade, num_parts: int) -> torch.Tensor:
+    """``[B, H, T, D]`` each, side by side, as rows of `num_parts` parts of the heads, one part after the other."""
+    order = (1, 3, 2, 0, 4) if trade.rows == 1 else (1, 3, 0, 2, 4)
+    parts = [x.unflatten(1, (num_parts, -1)).permute(order) for x in tensors]
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return joined.flatten(0, 1 if trade.rows == 1 else 2).flatten(1)
 
-    there: _Heads
-    sums: bool = False
-    whole: bool = False
 
-    def leaving(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.there.going_home(tensors)
+def _from_ranks(rows: torch.Tensor, trade: Trade, batch: int, dim: int) -> torch.Tensor:
+    """The inverse for one tensor; a token's heads are adjacent in memory, as projections want them."""
+    num_ranks = trade.num_ranks
+    if trade.rows == 1:
+        x_BTnhD = rows.view(num_ranks, -1, rows.shape[1] // (batch * dim), batch, dim).permute(3, 1, 0, 2, 4)
+    else:
+        x_BTnhD = rows.view(num_ranks, -1, batch, rows.shape[1] // dim, dim).permute(2, 1, 0, 3, 4)
+    return x_BTnhD.flatten(2, 3).transpose(1, 2)
 
-    def came_home(self, rows: torch.Tensor) -> Tensors:
-        return self.there.arrived(rows)
 
-    def arrived(self, rows: torch.Tensor) -> Tensors:
-        return self.there.came_home(rows)
+def _from_tokens(rows: torch.Tensor, trade: Trade, batch: int, width: int, dims: Sequence[int]) -> list[torch.Tensor]:
+    """Rows of the group's tokens as tensors ``[B, width, S, D]``, strided views."""
+    if trade.rows == 1:
+        x_BhSF = rows.view(-1, width, batch, sum(dims)).permute(2, 1, 0, 3)
+    else:
+        x_BhSF = rows.view(batch, -1, width, sum(dims)).transpose(1, 2)
+    return list(x_BhSF.split(list(dims), dim=-1))
 
-    def going_home(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.there.leaving(gradients)
+
+def _by_token(x: torch.Tensor, trade: Trade) -> torch.Tensor:
+    """The inverse for one tensor."""
+    return x.permute(2, 1, 0, 3).flatten(1) if trade.rows == 1 else x.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _head_by_head(step: RankStep, num_heads: int, width: int, num_ranks: int) -> RankStep:
+    """The step for rows that are single heads of a token, the heads repeated until each rank has `width` of them."""
+    tokens, device = step.send_sizes[0].shape[0], step.send_sizes[0].device
+    head = torch.arange(num_ranks * width, device=device) * num_heads // (num_ranks * width)
+    send = torch.arange(tokens, device=device).unsqueeze(1) + tokens * head.view(num_ranks, 1, width)
+    assert step.order is not None
+    order = step.order.unsqueeze(1) * width + torch.arange(width, device=device)
+    sizes = [tuple([x.new_empty(x.shape[0] * width, 0) for x in each]) for each in (step.send_sizes, step.recv_sizes)]
+    return RankStep(send.flatten(), order.flatten(), sizes[0], sizes[1])

@@ -67,7 +67,7 @@ def causal_conv(
         call = compare_call("causal_conv", facts, route.mesh, [x], sizes=sizes, plan=route.digest)
         name = _torch.group_name(route.mesh.get_group())
         link = Link(name, route.num_ranks, "tokens (causal_conv)", eager(call))
-        ((arrived_NF,),) = bring((rows_RBC.flatten(1),), [route.halo.step], link)
+        (arrived_NF,) = bring(rows_RBC.flatten(1), [route.halo.step], link)
         (arrived_NF,) = compare_backward((arrived_NF,), call, travels=True)
         stream.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)

@@ -116,7 +116,7 @@ def relayout(
     sizes = "features of a token", rows_RF.shape[1:]
     call = compare_call("relayout", {"dtype": x.dtype}, route.mesh, [x], sizes=sizes, plan=route.digest)
     link = Link(_torch.group_name(route.mesh.get_group()), route.num_ranks, "tokens (relayout)", eager(call))
-    ((arrived_NF,),) = bring((rows_RF,), [route.step], link)
+    (arrived_NF,) = bring(rows_RF, [route.step], link)
     (arrived_NF,) = compare_backward((arrived_NF,), call, travels=True)
     leading = (route.after.shape[0],) if route.rows == 1 else (route.rows, route.after.shape[0])
     return arrived_NF.reshape(*leading, *rows_Rx.shape[1:]).movedim(front, dims)
