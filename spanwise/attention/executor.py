@@ -132,6 +132,9 @@ def bring(rows: torch.Tensor, steps: Sequence[RankStep], link: Link, *, sums: bo
         leave(i, rows, anchor)
         return in_order
 
+    for step in steps:
+        if step.kind == GATHERED:  # here, so that no copy without padding is alive while they travel
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, step.send_sizes[0].shape[0] - rows.shape[0]))
     leave(-1, None, rows)
     return (arrived(i) for i in range(len(steps)))
 
@@ -168,8 +171,6 @@ class _Start(torch.autograd.Function):
             if kind == SHARD:
                 sent = rows if peers[0] >= 0 else rows[:0]
                 send, recv = _at(link.size, peers[0], sent.shape[0]), _at(link.size, peers[1], recv[0])
-            elif kind == GATHERED:
-                sent = rows = torch.nn.functional.pad(rows, (0, 0, 0, recv[0] - rows.shape[0]))
             what = f"{link.label}, chunk {i + 1} of {of}"
             data.append(_collective(link, kind, what, sent, send, recv, home=False))
             anchors.append(_anchor(sent, sums))
@@ -191,7 +192,6 @@ class _Start(torch.autograd.Function):
                 total = grad.new_zeros(ctx.like) if total is None else total
                 total.index_add_(0, send, grad)
             elif kind != SHARD or peers[0] >= 0:
-                grad = grad[: ctx.like[0]] if kind == GATHERED else grad  # without padding
                 total = grad if total is None else total + grad
         return None, None, None, None, None, None if total is None else total.to(ctx.dtype), *none
 

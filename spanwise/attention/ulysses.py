@@ -103,15 +103,13 @@ def to_heads(
     held = kv_heads_held(q.shape[1], kv_heads, num_ranks)
     shared = held * num_ranks > kv_heads
     step = _head_by_head(kv_trade.heads, kv_heads, held, num_ranks) if shared else kv_trade.heads
-    rows_of_q = _by_rank([q], trade, num_ranks)
-    rows_of_kv = _by_rank([k, v], kv_trade, kv_heads if shared else num_ranks)
-    arriving = (
-        bring(rows_of_q, [trade.heads], Link(name, num_ranks, f"heads of q, {label}", call), sums=False),
-        bring(rows_of_kv, [step], Link(name, num_ranks, f"heads of K/V, {label}", call), sums=shared),
-    )
-    q_rows, kv_rows = (next(each) for each in arriving)
-    (q,) = _from_tokens(q_rows, trade, batch, q.shape[1] // num_ranks, [q.shape[3]])
-    k, v = _from_tokens(kv_rows, kv_trade, batch, held, dims)
+    of_q, of_kv = (Link(name, num_ranks, f"heads of {what}, {label}", call) for what in ("q", "K/V"))
+    # Without names for the rows: a name would keep those that leave alive while others arrive.
+    arriving_q = bring(_by_rank([q], trade, num_ranks), [trade.heads], of_q, sums=False)
+    arriving_kv = bring(_by_rank([k, v], kv_trade, kv_heads if shared else num_ranks), [step], of_kv, sums=shared)
+    own = q.shape[1] // num_ranks
+    (q,) = _from_tokens(next(arriving_q), trade, batch, own, [q.shape[3]])
+    k, v = _from_tokens(next(arriving_kv), kv_trade, batch, held, dims)
     return q, k, v
 
 
@@ -150,8 +148,7 @@ def _by_rank(tensors: Sequence[torch.Tensor], trade: Trade, num_parts: int) -> t
     """``[B, H, T, D]`` each, side by side, as rows of `num_parts` parts of the heads, one part after the other."""
     order = (1, 3, 2, 0, 4) if trade.rows == 1 else (1, 3, 0, 2, 4)
     parts = [x.unflatten(1, (num_parts, -1)).permute(order) for x in tensors]
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    return joined.flatten(0, 1 if trade.rows == 1 else 2).flatten(1)
+    return torch.cat(parts, dim=-1).flatten(0, 1 if trade.rows == 1 else 2).flatten(1)
 
 
 def _from_ranks(rows: torch.Tensor, trade: Trade, batch: int, dim: int) -> torch.Tensor:

@@ -76,14 +76,14 @@ def resident_and_saved(plan: PlanData, exchanging: Int64, after: Int64) -> tuple
     # Own tokens with all heads: q and K/V as they leave, the output as it comes back.
     tokens, keys = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))
     own_q, own_kv = tokens * heads * qk_dim, keys * plan.inner * count * (qk_dim + v_dim)
-    own_out, copies = tokens * heads * v_dim, 1 if plan.inner * count == kv_heads else 2  # repeated, then packed
+    own_out = tokens * heads * v_dim
+    packed = keys * kv_heads * (qk_dim + v_dim) * (plan.inner * count > kv_heads)  # before heads are repeated
     # The group's tokens with the rank's fraction of the heads: queries, output, K/V as received.
     tokens, keys = (plan.batch_size * np.repeat(x.tokens_per_rank, plan.inner) for x in (plan.groups, plan.kv_groups))
     q, out = tokens * share * qk_dim, tokens * share * v_dim
     kv = keys * count * (qk_dim + v_dim) * plan.itemsize
     moments = [
-        own_q + own_kv * copies + q,
-        own_q + own_kv + q + kv,
+        own_q + packed + own_kv + q + kv,
         own_kv + 2 * q + kv,  # q in order, and q as received
         q + 2 * kv,  # q, K and V in order, and K and V as received
         q + kv + exchanging,

@@ -84,10 +84,10 @@ def forward(plan: Plan, dense: Dense, rank: int) -> tuple[int, int]:
         leaving = dense.keys(rank) * plan.inner * share.held * kv_head
         ledger.hold(q_sent=dense.queries(rank) * heads * q_head)
         ledger.hold(q_came=rows * share.queries * q_head)
-        ledger.hold(repeated=leaving * share.repeated)
+        ledger.hold(packed=dense.keys(rank) * plan.attention_shape[1] * kv_head * share.repeated)
         ledger.hold(kv_sent=leaving)
-        ledger.drop("repeated")
         ledger.hold(kv_came=window)
+        ledger.drop("packed")
         ledger.drop("q_sent")
         ledger.hold(q=rows * share.queries * q_head)
         ledger.drop("q_came", "kv_sent")
