@@ -167,19 +167,11 @@ class ContextParallel(ParallelStyle):
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], Plan | RankPlan, dict[str, Any]]:
         """q, k, v, the plan, and options from a call of the wrapped module; refuses everything else."""
-        names = [
-            p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        if len(args) > len(names):
-            raise ValueError(f"the wrapped attention takes {names}, got {len(args)} positional arguments")
-        call = dict(zip(names, args, strict=False))
-        doubled = sorted(set(call) & set(kwargs))
-        if doubled:
-            raise ValueError(f"arguments given twice: {doubled}")
-        call |= kwargs
-        for parameter in signature.parameters.values():
-            if parameter.default is not parameter.empty:
-                call.setdefault(parameter.name, parameter.default)
+        names = list(signature.parameters)
+        call = {x.name: x.default for x in signature.parameters.values() if x.default is not x.empty}
+        call |= dict(zip(names, args, strict=False)) | kwargs
+        if len(args) > len(names) or set(names[: len(args)]) & set(kwargs):
+            raise ValueError(f"the wrapped attention takes {names} once each, got {len(args)} and {list(kwargs)}")
         tensors: dict[str, torch.Tensor] = {}
         plan: Any = None
         causal = False

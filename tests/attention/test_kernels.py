@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,11 +15,17 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spanwise.attention.kernels import _tiles
 from spanwise.attention.kernels._tiles import max_logit, plan_tiles, tiles
-from tests.kernel_calls import reference, sdpa
+from tests.kernel_calls import in_parts, reference, sdpa
 
 Spans = tuple[torch.Tensor, torch.Tensor]
-KERNELS = [pytest.param(reference, id="reference"), pytest.param(sdpa, id="sdpa")]
+KERNELS = [
+    pytest.param(kernel, id=name) for name, kernel in (("reference", reference), ("sdpa", sdpa), ("parts", in_parts))
+]
+# Sizes of tiles, and those with which short problems take every way of long ones.
+SMALL = {"_LONG": 8, "_EVEN": 4, "_GAP": 2, "_MOST_KEYS": 16, "_MAX_ROWS": 16, "_MIN_SAVING": 50, "_MOST_SCORES": 0}
+USUAL = {name: getattr(_tiles, name) for name in SMALL}
 
 
 # --- masks ----------------------------------------------------------------------------------------------------------
@@ -248,8 +255,8 @@ def test_head_shapes(kernel: Callable, mask: str, heads: int, kv_heads: int, dim
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_long_keys_are_cut_into_several_strips(kernel: Callable) -> None:
-    """More keys than one strip holds, with rows whose first strips are fully masked."""
+def test_long_keys(kernel: Callable) -> None:
+    """More keys than one call takes, with rows that are fully masked in the first ones."""
     rows = [[(0, 10), (6000 + i, 9000)] if i % 2 else [(8000 - i, 9000)] for i in range(140)]
     case = make_case(spans(*rows), heads=2, kv_heads=1, dim=8, v_dim=8)
     assert_exact(run(kernel, case), oracle(case))
@@ -281,7 +288,16 @@ def test_any_spans(kernel: Callable, data: st.DataObject) -> None:
     q_len, kv_len = data.draw(st.integers(0, 150), label="q_len"), data.draw(st.integers(1, 400), label="kv_len")
     num_spans, seed = data.draw(st.integers(1, 6), label="num_spans"), data.draw(st.integers(0, 1000), label="seed")
     case = make_case(random_spans(q_len, kv_len, num_spans, seed), heads=2, kv_heads=1, dim=4, v_dim=4)
-    assert_exact(run(kernel, case), oracle(case))
+    with mock.patch.multiple(_tiles, **(SMALL if data.draw(st.booleans(), label="small tiles") else USUAL)):
+        assert_exact(run(kernel, case), oracle(case))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("mask", MASKS)
+def test_small_tiles(mask: str, softcap: float | None) -> None:
+    case = make_case(MASKS[mask], softcap=softcap)
+    with mock.patch.multiple(_tiles, **SMALL):
+        assert_exact(run(sdpa, case), oracle(case))
 
 
 # --- empty problems -------------------------------------------------------------------------------------------------
@@ -467,7 +483,9 @@ def test_plan_covers_the_mask_once_and_skips_unread_keys(mask: str) -> None:
 
 @given(st.integers(0, 60), st.integers(1, 120), st.integers(1, 6), st.integers(0, 10_000))
 def test_plan_of_any_spans(q_len: int, kv_len: int, num_spans: int, seed: int) -> None:
-    check_plan(random_spans(q_len, kv_len, num_spans, seed))
+    for sizes in (USUAL, SMALL):
+        with mock.patch.multiple(_tiles, **sizes):
+            check_plan(random_spans(q_len, kv_len, num_spans, seed))
 
 
 def check_plan(mask: Spans) -> None:
@@ -478,8 +496,9 @@ def check_plan(mask: Spans) -> None:
     assert (count[want] == 1).all(), "a pair of the mask is not computed"
     assert (is_masked | want)[count == 1].all(), "a pair outside the mask is computed and not masked"
     for tile in plan_tiles(*(x[0].numpy() for x in mask), max_rows=16, min_saving=200):
-        unread = count[tile.first : tile.stop].any(0) & ~want[tile.first : tile.stop].any(0)
-        assert unread.sum() <= 32 * (len(tile.runs) + want[tile.first : tile.stop].any(0).sum())
+        rows = slice(tile.first, tile.stop)
+        unread = np.diff(np.flatnonzero(~(count[rows].any(0) & ~want[rows].any(0)))) - 1
+        assert unread.max(initial=0) <= _tiles._GAP, "a long gap between keys is computed"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,53 +16,20 @@ from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.merge import Merging, merge
 from spanwise.attention.kernels.table import KERNELS
 from tests.attention import test_varlen  # noqa: F401  # registers a stand-in for flash on the CPU
-from tests.attention.test_kernels import MASKS, Case, Spans, assert_exact, dense, make_case, oracle, relative_error, run
-from tests.kernel_calls import reference, sdpa, sdpa_part
+from tests.attention.test_kernels import MASKS, Spans, assert_exact, make_case, oracle, relative_error, run
+from tests.kernel_calls import CUTS, chunks_of, in_parts, reference, sdpa, sdpa_part
 from tests.ranks.harness import run_ranks
-
-CUTS = (0, 0.35, 0.36, 0.36, 0.7, 1)  # uneven shares of the keys, one of them of no key
 
 
 def mask_of(mask: Spans, first: int, stop: int) -> Spans:
     return tuple(x.clamp(first, stop) - first for x in mask)
 
 
-def chunks_of(case: Case, cuts: tuple[float, ...]) -> list[tuple[int, int]]:
-    edges = [round(cut * case.k.shape[2]) for cut in cuts]
-    return list(pairwise(edges))
-
-
-def in_parts(case: Case, cuts: tuple[float, ...] = CUTS) -> Callable:
-    """A kernel that attends to the keys of a case chunk by chunk."""
-
-    def attend(q, k, v, start, end, *, scale, softcap):
-        merging, shared = Merging(q.dtype), KERNELS["sdpa"].queries(q)
-        for i, j in chunks_of(case, cuts):
-            mask = mask_of((start, end), i, j)
-            merging.add(sdpa_part(shared, k[:, :, i:j], v[:, :, i:j], *mask, scale=scale, softcap=softcap))
-        return merging.result()
-
-    return attend
-
-
-@pytest.mark.parametrize("use_lse", [True, False])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("mask", MASKS)
-def test_float64_is_exact(mask: str, softcap: float | None, use_lse: bool) -> None:
-    """Masks with rows that are empty in some of the parts, in all but one, and in all."""
-    case = make_case(MASKS[mask], softcap=softcap)
-    if not use_lse:
-        case = case._replace(grad_lse=torch.zeros_like(case.grad_lse))
-    want = oracle(case)
-    assert_exact(run(in_parts(case), case, use_lse), want)
-    assert_exact(run(in_parts(case, (0, 1)), case, use_lse), want)
-
-
 def test_only_the_lse() -> None:
     case = make_case(MASKS["random"])
     case = case._replace(grad_out=torch.zeros_like(case.grad_out))
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
-    _, lse = in_parts(case)(q, k, v, *case.mask, scale=case.scale, softcap=None)
+    _, lse = in_parts(q, k, v, *case.mask, scale=case.scale, softcap=None)
     got, want = torch.autograd.grad(lse, (q, k, v), case.grad_lse), oracle(case)
     for name, grad in zip(("dq", "dk"), got, strict=False):
         assert relative_error(grad, want[name]) <= 1e-10
@@ -75,7 +42,7 @@ def test_some_inputs_without_gradient(wanted: str) -> None:
     want, mask = oracle(case), case.mask
     q = case.q.clone().requires_grad_(wanted == "q")
     merging, shared, leaves = Merging(q.dtype), KERNELS["sdpa"].queries(q), []
-    for n, (i, j) in enumerate(chunks_of(case, CUTS)):
+    for n, (i, j) in enumerate(chunks_of(case.k.shape[2])):
         needs = wanted == "kv" or (wanted == "one chunk" and n == 3)
         k, v = (x[:, :, i:j].clone().requires_grad_(needs) for x in (case.k, case.v))
         leaves += [(k, want["dk"][:, :, i:j]), (v, want["dv"][:, :, i:j])] if needs else []
@@ -86,39 +53,12 @@ def test_some_inputs_without_gradient(wanted: str) -> None:
         assert relative_error(grad, expected) <= 1e-10
 
 
-def test_empty_rows_are_exactly_zero_and_ignore_the_cotangent_of_their_lse() -> None:
-    case = make_case(MASKS["some_rows_empty"], dtype=torch.float32)
-    empty = ~dense(case.mask, case.k.shape[2]).any(-1)[0, 0]
-    case.grad_lse[:, :, empty] = math.nan
-    got = run(in_parts(case), case)
-    assert empty.sum() > 100 and (got["lse"][:, :, empty] == -math.inf).all()
-    assert (got["out"][:, :, empty] == 0).all() and (got["dq"][:, :, empty] == 0).all()
-    assert got["dk"].isfinite().all() and got["dv"].isfinite().all()
-    unread = ~dense(case.mask, case.k.shape[2]).any(2)[0, 0]
-    assert unread.any() and (got["dk"][:, :, unread] == 0).all() and (got["dv"][:, :, unread] == 0).all()
-
-
-def test_scores_far_from_zero() -> None:
-    case = make_case(MASKS["window"])
-    case = case._replace(q=case.q * 500)
-    got, whole = run(in_parts(case), case), run(sdpa, case)
-    assert_exact(got, whole, 1e-9)
-    assert all(value.isfinite().all() for value in got.values())
-
-
-def test_float32_error_is_that_of_the_whole() -> None:
-    case = make_case(MASKS["window_and_globals"], dtype=torch.float32)
-    got, whole, want = run(in_parts(case), case), run(sdpa, case), oracle(case)
-    for name, value in want.items():
-        assert relative_error(got[name], value) <= 3 * relative_error(whole[name], value) + 1e-7, name
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dq_of_many_parts_is_rounded_once(dtype: torch.dtype) -> None:
     """8 parts: gradients as near to the truth as those of one call over all keys."""
     case = make_case(MASKS["causal"], kv_heads=4, dim=32, v_dim=32, dtype=dtype)
     eighths = tuple(i / 8 for i in range(9))
-    got, whole, want = run(in_parts(case, eighths), case), run(sdpa, case), oracle(case)
+    got, whole, want = run(functools.partial(in_parts, cuts=eighths), case), run(sdpa, case), oracle(case)
 
     def error(x: torch.Tensor, name: str) -> float:
         return (x.double() - want[name]).square().mean().sqrt().item()
@@ -136,7 +76,7 @@ def test_dq_of_many_parts_is_rounded_once(dtype: torch.dtype) -> None:
             *mask_of(case.mask, i, j),
             scale=case.scale,
         )
-        for i, j in chunks_of(case, eighths)
+        for i, j in chunks_of(case.k.shape[2], eighths)
     ]
     (apart,) = torch.autograd.grad(merge(parts), q, (case.grad_out, case.grad_lse.float()))
     assert error(apart, "dq") > 1.25 * error(whole["dq"], "dq")
@@ -150,7 +90,7 @@ def saved_bytes(num_parts: int, dtype: torch.dtype) -> tuple[int, int]:
     case = make_case(MASKS["documents"], dtype=dtype, dim=32, v_dim=32)
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
     inputs = [(x[:, :, i:j].contiguous(), mask_of(case.mask, i, j)) for x in (k, v)
-              for i, j in chunks_of(case, tuple(n / num_parts for n in range(num_parts + 1)))]  # fmt: skip
+              for i, j in chunks_of(case.k.shape[2], tuple(n / num_parts for n in range(num_parts + 1)))]  # fmt: skip
     known = {x.untyped_storage().data_ptr() for x, mask in inputs for x in (x, *mask)}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -183,7 +123,7 @@ def test_two_outputs_live_at_a_time() -> None:
     case = make_case(MASKS["documents"], dtype=torch.float32)
     q = case.q.requires_grad_()
     merging, shared, parts = Merging(q.dtype), KERNELS["sdpa"].queries(q), []
-    for i, j in chunks_of(case, tuple(n / 8 for n in range(9))):
+    for i, j in chunks_of(case.k.shape[2], tuple(n / 8 for n in range(9))):
         part = sdpa_part(shared, case.k[:, :, i:j], case.v[:, :, i:j], *mask_of(case.mask, i, j), scale=case.scale)
         parts.append(weakref.ref(part[0].untyped_storage()))
         merging.add(part)
@@ -203,7 +143,7 @@ def test_pairs_keep_the_gradients_of_autograd(kernel: Callable) -> None:
         return merge(
             [
                 kernel(q, k[:, :, i:j], v[:, :, i:j], *mask_of((start, end), i, j), **options)
-                for i, j in chunks_of(case, CUTS)
+                for i, j in chunks_of(case.k.shape[2])
             ]
         )
 
@@ -227,7 +167,7 @@ def test_pairs_keep_the_gradients_of_autograd(kernel: Callable) -> None:
 def test_compiles_fullgraph(backend: str, dtype: torch.dtype, cuts: tuple[float, ...]) -> None:
     case = make_case(MASKS["window_and_globals"], dtype=dtype)
     torch._dynamo.reset()
-    attend = in_parts(case, cuts)
+    attend = functools.partial(in_parts, cuts=cuts)
     compiled = torch.compile(attend, fullgraph=True, backend=backend)
     got, want = run(compiled, case), run(attend, case)
     for name, value in want.items():
@@ -250,7 +190,7 @@ def test_checkpointing_sees_the_operator(selective: bool) -> None:
     context = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if selective else {}
 
     def attend(*args, **options):
-        return checkpoint(in_parts(case), *args, use_reentrant=False, **context, **options)
+        return checkpoint(in_parts, *args, use_reentrant=False, **context, **options)
 
     assert_exact(run(attend, case), oracle(case))
     assert calls.count(False) == (len(CUTS) - 1 if selective else 0)
@@ -259,7 +199,7 @@ def test_checkpointing_sees_the_operator(selective: bool) -> None:
 def test_backward_twice_and_no_second_derivatives() -> None:
     case = make_case(MASKS["random"])
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
-    results = in_parts(case)(q, k, v, *case.mask, scale=case.scale, softcap=None)
+    results = in_parts(q, k, v, *case.mask, scale=case.scale, softcap=None)
     cotangents = (case.grad_out, case.grad_lse)
     first = torch.autograd.grad(results, (q, k, v), cotangents, retain_graph=True)
     second = torch.autograd.grad(results, (q, k, v), [2 * x for x in cotangents], retain_graph=True)
@@ -272,7 +212,7 @@ def test_backward_twice_and_no_second_derivatives() -> None:
 def test_a_change_in_place_is_noticed() -> None:
     case = make_case(MASKS["random"])
     q = case.q.requires_grad_() * 1
-    out, _ = in_parts(case)(q, case.k, case.v, *case.mask, scale=case.scale, softcap=None)
+    out, _ = in_parts(q, case.k, case.v, *case.mask, scale=case.scale, softcap=None)
     q.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
