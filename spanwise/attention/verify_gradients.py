@@ -1,7 +1,8 @@
-"""Gradients that `verify` compares: of inputs, of plain parameters, and of those that a wrapper shards as DTensors."""
+"""Gradients that `verify` compares, of inputs, plain parameters and sharded ones, and their errors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,3 +58,14 @@ def summed(grad: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 def whole(grad: torch.Tensor) -> torch.Tensor:
     """All of a gradient in float64."""
     return (grad.full_tensor() if isinstance(grad, DTensor) else grad).double()
+
+
+def error_of(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh | None) -> float:
+    """Largest error of a rank's `x` on all ranks, over the largest entry of the `whole` tensor."""
+    scale = whole.detach().double().abs().amax().clamp(min=1e-30) if whole.numel() else torch.tensor(1.0)
+    worst = (x.double() - reference.double()).abs().amax() if x.numel() else torch.zeros((), device=x.device).double()
+    # A maximum over ranks may drop nan; inf stays.
+    worst = torch.where(worst.isnan(), torch.full_like(worst, math.inf), worst)
+    if mesh is not None:
+        worst = failure.all_reduce(worst, "max", mesh, "an error")
+    return float(worst / scale)
