@@ -33,7 +33,7 @@ class Alone(Ranks):
 
 def run(context: Context) -> None:
     device = device_of(context.device)
-    alone, heads = Alone(device), (8, 2, 64, 64)
+    alone, heads = Alone(device), (8, 2, 64)
     dtype, repeats = (torch.float32, 1) if context.dry else (torch.bfloat16, 5)
     longer = 1 if context.dry else 16
     # Two lengths: FlexAttention compiles for each number of queries.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -33,20 +34,16 @@ def copy_rate(ranks: Ranks, repeats: int) -> float:
 
 
 def time_attention(
-    ranks: Ranks,
-    kernel: Kernel,
-    heads: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    problems: Sequence[tuple[int, int]],
-    repeats: int,
-) -> tuple[list[AttentionCall], list[float]]:
+    ranks: Ranks, kernel: Kernel, heads: tuple[int, int, int], dtype: torch.dtype,
+    problems: Sequence[tuple[int, int]], repeats: int,
+) -> tuple[list[AttentionCall], list[float]]:  # fmt: skip
     """Forward and backward of the chunks of every problem: the calls, and seconds on the slowest rank.
 
     Each problem is the part of rank 0 of two: packed causal documents, cut head-tail, so that a rank reads its own keys
     and keys of the other. Every rank measures the same one.
 
     Args:
-        heads: query heads, key/value heads, head dim, value head dim.
+        heads: query heads, key/value heads, head dim.
         problems: ``(tokens, median document)``; lengths are log-normal, like those of texts.
     """
     calls: list[AttentionCall] = []
@@ -60,38 +57,22 @@ def time_attention(
             area = int((chunk.end - chunk.start).clamp(min=0).sum())
             if not area:
                 continue
-            steps.append(_step(ranks, kernel, heads, dtype, chunk, local.tokens))
+            sizes = (heads[0], local.tokens.shape[1]), *[(heads[1], chunk.kv_pos.shape[1])] * 2
+            q, k, v = (torch.randn(1, *n, heads[2], device=ranks.device).to(dtype).requires_grad_() for n in sizes)
+            kernel.check(q, k, v, chunk, AttentionOptions())
+            steps.append(functools.partial(_timed, ranks, kernel, (q, k, v), chunk, local.tokens))
             what = f"{tokens} tokens in documents of {median}, {'own' if own else 'remote'} keys"
             for backward in (False, True):
-                pair = attention_flops(1, heads[0], heads[2], heads[3], backward=backward)
+                pair = attention_flops(1, heads[0], heads[2], heads[2], backward=backward)
                 calls.append(AttentionCall(what, backward, area * pair, pair, local.tokens.shape[1] if own else 0))
     return calls, ranks.medians(steps, repeats)
 
 
-def _step(
-    ranks: Ranks,
-    kernel: Kernel,
-    heads: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    chunk: Chunk,
-    q_pos: torch.Tensor,
-) -> Callable[[], tuple[float, float]]:
-    """A function that times one forward and its backward."""
-    num_q_heads, num_kv_heads, head_dim, v_head_dim = heads
-    num_tokens, num_keys = q_pos.shape[1], chunk.kv_pos.shape[1]
-    shapes = (
-        (num_q_heads, num_tokens, head_dim),
-        (num_kv_heads, num_keys, head_dim),
-        (num_kv_heads, num_keys, v_head_dim),
-    )
-    q, k, v = (torch.randn(1, *x, device=ranks.device).to(dtype).requires_grad_() for x in shapes)
-    options = AttentionOptions()
-    kernel.check(q, k, v, chunk, options)
-
-    def step() -> tuple[float, float]:
-        forward, results = ranks.timed(lambda: kernel.attend(q, k, v, chunk, q_pos, options))
-        cotangents = [torch.ones_like(x) for x in results]  # the merge of chunks also sends one to the lse
-        backward, _ = ranks.timed(lambda: torch.autograd.grad(results, (q, k, v), cotangents))
-        return forward, backward
-
-    return step
+def _timed(
+    ranks: Ranks, kernel: Kernel, inputs: tuple[torch.Tensor, ...], chunk: Chunk, q_pos: torch.Tensor
+) -> tuple[float, float]:
+    """Seconds of one forward and its backward."""
+    q, k, v = inputs
+    forward, results = ranks.timed(lambda: kernel.attend(q, k, v, chunk, q_pos, AttentionOptions()))
+    cotangents = [torch.ones_like(x) for x in results]  # the merge of chunks also sends one to the lse
+    return forward, ranks.timed(lambda: torch.autograd.grad(results, inputs, cotangents))[0]

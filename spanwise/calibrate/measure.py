@@ -49,20 +49,18 @@ def measure(
     num_q_heads: int = 8,
     num_kv_heads: int | None = None,
     head_dim: int = 64,
-    v_head_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     host_size: int | None = None,
     problems: Sequence[tuple[int, int]] | None = None,
     largest: int = 1 << 26,
     repeats: int = 5,
-    name: str | None = None,
 ) -> Calibration:
     """Measure this machine and the links of a process group. A collective call.
 
     Args:
         mesh: 1-D mesh of the ranks that will work together, at least two.
         device: where the ranks compute; one accelerator each.
-        kernel, num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype: the attention to predict.
+        kernel, num_q_heads, num_kv_heads, head_dim, dtype: the attention to predict.
         host_size: ranks of a host, where host names do not tell them apart; consecutive ranks share one. 1 and the
             mesh's size both mean one level.
         problems: packed sequences to time attention on, ``(tokens, median document)``; default: seven of 2,048 to
@@ -70,7 +68,6 @@ def measure(
         largest: bytes that a rank receives in the largest collective. A sweep ends earlier with the first call that
             takes an eighth of a second.
         repeats: timed calls of each kind, after one that is not timed.
-        name: of the hardware; default: processor or accelerator, and number of ranks.
 
     Raises:
         ValueError: fewer than two ranks, hosts of different sizes or scattered over the ranks, bad numbers, or times
@@ -82,24 +79,22 @@ def measure(
         longer = 1 if ranks.device.type == "cpu" else _LONGER
         problems = [(longer * tokens, longer * median) for tokens, median in _PROBLEMS]
     if repeats < 1 or not isinstance(largest, int) or largest < 4 * SMALLEST or not problems:
-        raise ValueError(
-            f"calibration needs repeats of 1 or more, largest of {4 * SMALLEST} bytes or more, and problems; got "
-            f"repeats={repeats}, largest={largest!r}, problems={problems}"
-        )
+        given = f"repeats={repeats}, largest={largest!r}, problems={problems}"
+        raise ValueError(f"calibration needs problems, repeats, and largest of {4 * SMALLEST} bytes; got {given}")
     hosts = ranks.host_size(host_size)
     chosen = resolve(kernel, ranks.device)
-    heads = (num_q_heads, num_kv_heads or num_q_heads, head_dim, v_head_dim or head_dim)
+    heads = (num_q_heads, num_kv_heads or num_q_heads, head_dim)
     if heads[0] % heads[1]:
         raise ValueError(f"num_q_heads must be a multiple of num_kv_heads, got {heads[0]} and {heads[1]}")
     rates, attention = fit_attention(*time_attention(ranks, chosen, heads, dtype, problems, repeats))
     links, wire, collectives = measure_links(ranks, hosts, largest, repeats)
     source = (
         f"measured by spanwise calibrate, torch {torch.__version__}, {ranks.size} ranks of "
-        f"{torch.get_num_threads()} threads: kernel {chosen.name}, {heads[0]} and {heads[1]} heads of {heads[2]} and "
-        f"{heads[3]}, {str(dtype).removeprefix('torch.')}"
+        f"{torch.get_num_threads()} threads: kernel {chosen.name}, {heads[0]} and {heads[1]} heads of {heads[2]}, "
+        f"{str(dtype).removeprefix('torch.')}"
     )
     hardware = Hardware(
-        name=name or f"{_device_name(ranks.device)}, {ranks.size} ranks",
+        name=f"{_device_name(ranks.device)}, {ranks.size} ranks",
         **rates,
         matmul_flops=matmul_rate(ranks, dtype, repeats),
         memory_bandwidth=copy_rate(ranks, repeats),

@@ -18,7 +18,7 @@ from spanwise.cli.options import PlanOptions
 #: Most tokens of a sequence: a plan keeps a few arrays of one entry a token.
 SEQ_LIMIT = 2**26
 
-#: Names of a column or key that is found without --column; names of offsets come last.
+#: Names of columns or keys; names of offsets come last.
 LENGTH_NAMES = ("lengths", "length", "seqlens", "num_tokens", "tokens")
 OFFSET_NAMES = ("cu_seqlens", "offsets")
 
@@ -34,12 +34,10 @@ def choose_sequence(options: PlanOptions) -> tuple[np.ndarray, str]:
         raise ValueError(f"--seq-len must be between 1 and {SEQ_LIMIT:,} tokens, got {seq_len:,}")
     if path is None and seq_len is None:
         raise ValueError("nothing to plan: name document lengths with --documents, or give --seq-len")
-    if path is None and options.column is not None:
-        raise ValueError(f"--column {options.column} names a part of a --documents file; there is none")
     if path is None:
         rows, source = [np.array([seq_len])], "--seq-len: one document that fills the sequence"
     else:
-        rows, source = read_lengths(path, options.column), f"{path}: the documents in the order of the file"
+        rows, source = read_lengths(path), f"{path}: the documents in the order of the file"
         if seq_len is not None:
             rows, source = _cut(rows, seq_len, path), f"{source}, laid end to end and cut every {seq_len:,} tokens"
     if not 0 <= options.sequence < len(rows):
@@ -61,15 +59,15 @@ def _cut(rows: list[np.ndarray], seq_len: int, path: str) -> list[np.ndarray]:
     return np.split(np.diff(edges), np.searchsorted(edges, cuts))
 
 
-def read_lengths(path: str | Path, column: str | None = None) -> list[np.ndarray]:
+def read_lengths(path: str | Path) -> list[np.ndarray]:
     """Document lengths in the file `path`, int64 ``[num_docs]`` for each sequence; ``ValueError`` names a wrong value.
 
     Args:
         path: ``.json``: a list of lengths, a list of such lists (one a sequence), or an object that holds one under
             a key. Anything else is CSV (commas, semicolons or tabs): one length a line, or a column of a table with a
             header.
-        column: the key or column. Default: the only one, or the first that is named like one of `LENGTH_NAMES` or
-            `OFFSET_NAMES`. Names that begin with ``cu_`` or are in `OFFSET_NAMES` hold offsets ``0 = cu[0] <= …``.
+            The key or column is the only one, or the first that is named like one of `LENGTH_NAMES` or `OFFSET_NAMES`.
+            Names that begin with ``cu_`` or are in `OFFSET_NAMES` hold offsets ``0 = cu[0] <= …``.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -82,12 +80,10 @@ def read_lengths(path: str | Path, column: str | None = None) -> list[np.ndarray
     if isinstance(value, dict):
         names = [key for key, entry in value.items() if isinstance(entry, list)]
         known = names if len(names) == 1 else [name for name in (*LENGTH_NAMES, *OFFSET_NAMES) if name in names]
-        name = column if column is not None else next(iter(known), "")
-        if name not in names:
-            raise ValueError(f"{path} has no lengths under {column!r}; name one of {names} with --column")
+        if not known:
+            raise ValueError(f"{path}: which of {names} holds the lengths? Name it {LENGTH_NAMES[0]!r}")
+        name = known[0]
         value = value[name]
-    elif column is not None:
-        raise ValueError(f"{path} has no names of columns or keys, and --column {column} names one; leave it out")
     if not isinstance(value, list):
         raise ValueError(f"{path}: expected a list of document lengths, found {value!r:.60}")
     several = bool(value) and all(isinstance(entry, list) for entry in value)

@@ -34,7 +34,6 @@ class PlanOptions:
 
     Attributes:
         documents: JSON or CSV file of document lengths, or of cu_seqlens; a sequence's documents.
-        column: key or column of --documents that holds the lengths.
         seq_len: tokens at which packed documents are cut; alone: one document of that length.
         sequence: which of the packed sequences to plan, from 0.
         window: tokens that a row reads before itself, and after itself with --bidirectional.
@@ -66,7 +65,6 @@ class PlanOptions:
     """
 
     documents: Annotated[str | None, _named(metavar="FILE")] = None
-    column: Annotated[str | None, _named(metavar="NAME")] = None
     seq_len: Count = None
     sequence: int = 0
     window: Annotated[tuple[int] | tuple[int, int] | None, _named(metavar="LEFT [RIGHT]")] = None
@@ -110,7 +108,7 @@ class OverlapOptions:
         cp: ranks that share a sequence: K/V are exchanged.
         tp: tensor-parallel ranks, neighbours of one another.
         exchange: of K/V over cp.
-        device: whose operators the graph has. No such device is needed.
+        device: whose operators the graph has; none is needed.
         graph: graphs to schedule: forward, backward or both; with --load, the name of a graph.
         load: file of graphs, by --save or save_graphs, or a .pt2 of torch.export; nothing is captured. Needs --trust:
             such a file may run code as it is read.
@@ -118,14 +116,9 @@ class OverlapOptions:
         group: ranks of process groups of --load, if the file has none: 1=0-7 or 2=0,8.
         dynamic_size: the value of each size that a loaded graph leaves open.
         hardware: a preset, or a file that calibrate wrote.
-        costs: of operators: roofline, of --hardware, or measured, on --device; collectives: --hardware.
-        measurements: file of the times of --costs measured, read first and added to.
         budget: most that a graph may hold. Default: its own peak and 1 GiB or 5 % more.
         bucket: merge collectives where that gains.
         split: cut collectives of activations, and the compute beside them, into pieces where that gains; slow.
-        multiplier: schedule as if collectives took so many times as long; costs are guesses.
-        in_flight: most collectives of a group that are started and not yet waited for.
-        effort: number of orders to try; more find better ones, as a rule.
         torch: compare with PyTorch's own overlap pass, and with ours without buckets.
         trace: file for Chrome's trace events, for ui.perfetto.dev.
         html: file for the report: timelines and figures, one page.
@@ -152,14 +145,9 @@ class OverlapOptions:
     group: Annotated[tuple[str, ...], _named(metavar="NAME=RANKS ...")] = ()
     dynamic_size: int = 4096
     hardware: Preset = "h100"
-    costs: Literal["roofline", "measured"] = "roofline"
-    measurements: Output = None
     budget: Bytes = None
     bucket: bool = True
     split: bool = False
-    multiplier: float = 1.0
-    in_flight: Count = None
-    effort: Count = None
     torch: bool = False
     trace: Output = None
     html: Output = None
@@ -204,7 +192,6 @@ class VerifyOptions:
     Attributes:
         ranks: local processes to start.
         seq_len: tokens, at most 4,096: every rank computes a dense reference.
-        mask: kind of mask; its sizes follow from --seq-len.
         heads: query heads.
         kv_heads: heads of K and V.
         head_dim: width of a head.
@@ -212,14 +199,10 @@ class VerifyOptions:
         balancer: how blocks are assigned to ranks.
         exchange: how K/V travel.
         inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
-        seed: of documents, weights and inputs.
     """
 
     ranks: int = 4
     seq_len: int = 1000
-    mask: Literal["documents", "causal", "full", "sliding_window", "prefix_lm", "shared_prefix", "block_causal"] = (
-        "documents"
-    )
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
@@ -227,4 +210,3 @@ class VerifyOptions:
     balancer: Balancer = "auto"
     exchange: Exchange = "auto"
     inner: int = 1
-    seed: int = 0

@@ -1,7 +1,7 @@
 """``spanwise overlap``: captured or saved graphs ─► orders that hide their collectives ─► text, HTML, JSON.
 
-Graphs are captured on fake process groups and fake tensors; costs are computed unless ``--costs measured``. This module
-is not part of `overlap`, because the other half of the package plans the exchange of K/V in a captured graph.
+Graphs are captured on fake process groups and fake tensors. This module is not part of `overlap`, because the other
+half of the package plans the exchange of K/V in a captured graph.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from spanwise.cli.output import check_writable, load_hardware, working, write, w
 from spanwise.cli.report.overlap_page import Graph, Report, list_ranks
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
-from spanwise.overlap.costs.measure import Measured, measure
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.explain.report import OrderFigures, arithmetic, figures, order_figures
 from spanwise.overlap.explain.trace import trace_events
-from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.capture import Attention, CaptureConfig, capture
 from spanwise.overlap.fx.files import SavedGraphs, group_sizes, load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
@@ -75,10 +73,6 @@ def _check(options: OverlapOptions) -> None:
     """Refuse options that contradict one another or this machine."""
     if options.dynamic_size < 1:
         raise ValueError(f"--dynamic-size must be at least 1, got {options.dynamic_size}")
-    if options.costs == "measured" and options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--costs measured runs the operators on --device cuda, and there is none here: --device cpu")
-    if options.measurements is not None and options.costs != "measured":
-        raise ValueError(f"--measurements {options.measurements} is a file for --costs measured")
     if options.group and options.load is None:
         flags = " ".join(f"--group {one}" for one in options.group)
         raise ValueError(f"{flags} is for groups of --load: the groups of a captured model are known")
@@ -199,39 +193,24 @@ def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.Gra
 class _Priced:
     """Costs of the nodes of `gm`, computed in advance, so that timings of a pass do not contain them."""
 
-    def __init__(self, gm: fx.GraphModule, costs: CostModel | Measured, model: CostModel) -> None:
-        self.costs, self.model = costs, model
-        captured = to_dag(gm, costs)
-        self.link = costs.link
+    def __init__(self, gm: fx.GraphModule, model: CostModel) -> None:
+        captured = to_dag(gm, model)
+        self.model, self.link = model, model.link
         self.table = {node.name: ms for node, ms in zip(captured.nodes, captured.dag.ms.tolist(), strict=True)}
 
     def __call__(self, node: fx.Node) -> float:
         known = self.table.get(node.name)
-        return self.costs(node) if known is None else known  # a node that a pass has made
+        return self.model(node) if known is None else known  # a node that a pass has made
 
     def merged(self, nodes: Sequence[fx.Node]) -> float:
-        return self.costs.merged(nodes)
-
-
-def _priced(name: str, gm: fx.GraphModule, model: CostModel, options: OverlapOptions) -> tuple[_Priced, str]:
-    """Costs, and a remark on them."""
-    if options.costs == "roofline":
-        return _Priced(gm, model, model), ""
-    with working(f"measuring the operators of the {name}"):
-        costs = measure(gm, device=options.device, fallback=model, cache=options.measurements)
-    priced = sum(node.target not in operators.STARTS for node in gm.graph.nodes if node.name in costs.left_out)
-    rest = f"; {priced:,} nodes could not be run and are priced by it, too" if priced else ""
-    return _Priced(gm, costs, model), (
-        f"{len(costs.table):,} kinds of operators measured on this {options.device}, {costs.timed:,} of them now; "
-        f"collectives are priced by {model.hardware.name}{rest}"
-    )
+        return self.model.merged(nodes)
 
 
 def _figures(
     name: str, gm: fx.GraphModule, model: CostModel, labels: Mapping[str, str], options: OverlapOptions
 ) -> Graph:
     try:
-        cost, measured = _priced(name, gm, model, options)
+        cost = _Priced(gm, model)
         with working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
             result, seconds = _optimized(gm, cost, options, bucket=options.bucket)
     except GraphError as error:
@@ -240,22 +219,13 @@ def _figures(
     found = figures(result, labels)
     found = dataclasses.replace(found, after=dataclasses.replace(found.after, seconds=seconds))
     peers, note = _peers(name, gm, cost, result, labels, options) if options.torch else ([], "")
-    return Graph(name, len(gm.graph.nodes), result, found, tuple(peers), ". ".join(filter(None, (measured, note))))
+    return Graph(name, len(gm.graph.nodes), result, found, tuple(peers), note)
 
 
 def _optimized(gm: fx.GraphModule, cost: _Priced, options: OverlapOptions, *, bucket: bool) -> tuple[Result, float]:
     """The result of `optimize`, and the seconds that it takes."""
     began = time.perf_counter()
-    result = optimize(
-        gm,
-        cost,
-        memory_budget=options.budget,
-        bucket=bucket,
-        split=options.split,
-        multiplier=options.multiplier,
-        in_flight=options.in_flight,
-        effort=options.effort,
-    )
+    result = optimize(gm, cost, memory_budget=options.budget, bucket=bucket, split=options.split)
     return result, time.perf_counter() - began
 
 

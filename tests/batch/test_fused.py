@@ -35,19 +35,11 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls: Calls = []
 
     def liger_fused_linear_cross_entropy(
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ce_weight: None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
+        input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+        ce_weight: None = None, ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0,
+        reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
         accum_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         calls.append({"input": input, "reduction": reduction, "softcap": softcap, "accum_dtype": accum_dtype})
         assert input.dim() == 2 and target.dim() == 1 and not torch.is_autocast_enabled("cpu")
         return F.cross_entropy(F.linear(input, weight, bias), target, ignore_index=ignore_index, reduction=reduction)
@@ -65,16 +57,10 @@ def cce(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls: Calls = []
 
     def linear_cross_entropy(
-        e: torch.Tensor,
-        c: torch.Tensor,
-        targets: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        reduction: str = "mean",
-        shift: int = 0,
+        e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None = None,
+        ignore_index: int = -100, softcap: float | None = None, reduction: str = "mean", shift: int = 0,
         impl: str = "cce",
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         calls.append({"e": e, "reduction": reduction, "softcap": softcap, "impl": impl})
         logits = F.linear(e, c, bias).float().flatten(0, -2)
         losses = F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction=reduction)

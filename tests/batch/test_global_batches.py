@@ -318,6 +318,7 @@ def test_the_end_of_the_documents() -> None:
         return [batch.num_tokens for batch in GlobalBatches([30, 30, 30, 10], 2, 32, **PLAN | options)]
 
     assert sizes() == [60, 40]
+    assert [batch.num_tokens for batch in GlobalBatches([32, 33], 2, 32, **PLAN)] == [32, 33]
     assert sizes(drop_last=True) == [60]
     assert sizes(cut=True) == [64, 36] and sizes(cut=True, drop_last=True) == [64]
     assert sizes(epochs=2) == [60, 40, 60, 40] and sizes(epochs=2, drop_last=True) == [60, 40, 60]

@@ -71,18 +71,6 @@ def test_scores_and_gradients_are_those_of_all_logits(
     torch.testing.assert_close(grads, exact)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_gradcheck(entropy: bool) -> None:
-    hidden, weight, bias, labels = problem(6, 3, 5)
-
-    def scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-        return spanwise.token_logprobs(
-            hidden, labels, vocab_weight=weight, bias=bias, entropy=entropy, temperature=0.8, softcap=3.0, chunk=2
-        )
-
-    assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
-
-
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3), dim=st.integers(1, 4), vocab=st.integers(1, 7),
     chunk=st.integers(1, 9), reduction=st.sampled_from(["mean", "sum", "none"]), seed=st.integers(0, 99),
@@ -209,24 +197,6 @@ def test_ignored_tokens_may_hold_nan_and_minus_infinity_is_a_logit() -> None:
     torch.testing.assert_close(entropies, -(kept.exp() * kept).sum().expand(2))
     (grad,) = torch.autograd.grad(found[0] + entropies[0], logits)
     assert grad.isfinite().all() and grad[0, 1] == 0
-
-
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_no_valid_token(tokens: int) -> None:
-    hidden, weight, bias, _ = problem(tokens)
-    labels = torch.full((tokens,), -100)
-    for reduction in ("mean", "sum", "none"):
-        loss = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, reduction=reduction)
-        grads = torch.autograd.grad(loss.sum(), (hidden, weight, bias))
-        assert loss.sum() == 0 and all((grad == 0).all() for grad in grads)
-
-
-def test_the_number_of_valid_tokens() -> None:
-    hidden, weight, _, labels = problem()
-    total = spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, reduction="sum")
-    for number in (8, torch.tensor(8)):
-        found = spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, num_valid=number)
-        torch.testing.assert_close(found, total / 8)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

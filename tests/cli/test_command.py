@@ -19,7 +19,7 @@ import torch.distributed as dist
 import spanwise
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.cli import app, options, verify
-from spanwise.cli.options import CalibrateOptions, OverlapOptions, PlanOptions, VerifyOptions
+from spanwise.cli.options import CalibrateOptions, OverlapOptions, PlanOptions
 from spanwise.cli.output import PRESETS
 from spanwise.cli.ranks import RankFailure, run_ranks
 from spanwise.layouts.assignment import resolve
@@ -37,7 +37,7 @@ def test_every_option_has_a_help(kind: Any) -> None:
 
 def test_help_shows_the_values() -> None:
     said = run("verify", "--help").said
-    assert "--exchange {auto,all_gather,needed,hierarchical,ring,ulysses}" in said and "--mask {documents," in said
+    assert "--exchange {auto,all_gather,needed,hierarchical,ring,ulysses}" in said
     said = run("plan", "--help").said
     assert "--window LEFT [RIGHT]" in said and "--compare-ranks RANKS" in said and "--no-global-batch" not in said
     assert set(app.COMMANDS) <= set(run("--help").said.split()) and run().said == run("--help").said
@@ -49,7 +49,6 @@ def test_values_are_those_of_the_package() -> None:
         resolve("none")
     assert set(get_args(options.Exchange)) == {"auto", *EXCHANGES}
     assert set(get_args(get_type_hints(CalibrateOptions)["kernel"])) == {"auto", *KERNELS}
-    assert set(get_args(get_type_hints(VerifyOptions)["mask"])) == set(verify.MASKS)
     assert all(hasattr(torch, name) for name in get_args(options.Dtype))
     for kind in (PlanOptions, OverlapOptions):
         assert PRESETS[kind().hardware] is spanwise.H100
@@ -60,7 +59,7 @@ def test_values_are_those_of_the_package() -> None:
     [
         "plan --balancer best", "plan --exchange pigeon", "plan --dtype int8", "plan --compare-ranks 2 x",
         "plan --window 1 2 3", "plan --seq-len 5.5", "overlap --device tpu", "overlap --exchange ring",
-        "overlap --costs guessed", "verify --mask zebra", "verify --dtype int8", "verify --balancer best",
+        "verify --dtype int8", "verify --balancer best",
         "calibrate --kernel fast", "plan --nonsense", "train",
     ],
 )  # fmt: skip
@@ -99,20 +98,11 @@ def test_errors_are_one_line(error: type[Exception], status: int, monkeypatch: p
         ("--heads 4 --kv-heads 3", "--heads must be a multiple of --kv-heads, got 4 and 3"),
         ("--head-dim 0", "--head-dim must be between 1 and 1,024, got 0"),
         ("--inner 3", "--inner must divide --ranks, got 3 and 4"),
-        ("--seed 18446744073709551616", "--seed must be in [0, 2**64), got 18446744073709551616"),
     ],
 )
 def test_bad_options_of_verify(arguments: str, text: str) -> None:
     done = run("verify", *arguments.split())
     assert done.status == 2 and text in done.err
-
-
-@pytest.mark.parametrize("name", sorted(verify.MASKS))
-@pytest.mark.parametrize("seq_len", [2, 7, 100])
-def test_masks_of_verify_fit_any_length(name: str, seq_len: int) -> None:
-    mask = verify.MASKS[name](seq_len, 0)
-    assert (mask.q_len, mask.kv_len) == (seq_len, seq_len)
-    assert (mask.area() > 0).all()
 
 
 def test_verify_is_planned_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,25 +225,6 @@ def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path
     assert "cp (K/V)" in result.out
 
 
-# ---------------------------------------------------------------- measured costs
-
-
-def test_costs_are_measured_once(tmp_path: Path) -> None:
-    sizes = "--dim 64 --heads 4 --kv-heads 2 --ffn 128 --vocab 64 --seq-len 64 --dp 2 --tp 2 --layers 1"
-    given = [*sizes.split(), *["--device", "cpu", "--hardware", "cpu", "--costs", "measured", "--graph", "forward"]]
-    results = []
-    for name in ("first", "second"):
-        flags = ["--measurements", tmp_path / "ms.json", "--json", tmp_path / name]
-        result = run("overlap", *given, *flags)
-        assert result.status == 0, result.said
-        graph = json.loads((tmp_path / name).read_text())["graphs"]["forward"]
-        (kinds, now) = re.findall(r"(\d+) kinds of operators measured on this cpu, (\d+) of them now", graph["note"])[0]
-        results.append((int(kinds), int(now), graph["before"]["makespan"]))
-    (kinds, now, makespan), again = results
-    assert kinds == now > 10 and again == (kinds, 0, makespan)
-    assert "collectives are priced by CPU host" in graph["note"]
-
-
 # ---------------------------------------------------------------- graph files
 
 
@@ -390,7 +371,6 @@ def test_files_that_hold_no_graphs(small_graph: torch.fx.GraphModule, tmp_path: 
         (["--layers", 0], "--layers must be between 1 and 256, got 0"),
         (["--vocab", -1], "--vocab must be 0, for layers alone, or more, got -1"),
         (["--hardware", "abacus"], "cannot read --hardware 'abacus'"),
-        (["--measurements", "ms.json"], "--measurements ms.json is a file for --costs measured"),
         (["--group", "dp"], "--group takes NAME=RANKS such as 1=0-7"),
         (["--group", "1=0-3"], "--group 1=0-3 is for groups of --load"),
         (["--load", "x", "--dp", 4], "--dp say what model to capture"),
@@ -415,7 +395,6 @@ def test_options_that_are_none(arguments: list[object], text: str) -> None:
             ["--group", "dp=0,2"],
             "--group dp: no collective of the graphs is of such a group; their groups: 1 (dp), 2 (tp)",
         ),
-        (["--multiplier", 0], "the multiplier must be positive and finite, got 0"),
     ],
     ids=str,
 )

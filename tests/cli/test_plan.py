@@ -59,9 +59,7 @@ def test_lengths_in_every_form(name: str, tmp_path: Path) -> None:
     assert [row.tolist() for row in rows] == [[3, 0, 5]] and rows[0].dtype == np.int64
 
 
-def test_lengths_by_name_and_several_sequences(tmp_path: Path) -> None:
-    table = write(tmp_path / "t.csv", "length,packed\n1,7\n2,9\n")
-    assert read_lengths(table, "packed")[0].tolist() == [7, 9]
+def test_several_sequences(tmp_path: Path) -> None:
     several = write(tmp_path / "s.json", '{"cu": 1, "cu_seqlens": [[0, 2, 5], [0, 4]]}')
     assert [row.tolist() for row in read_lengths(several)] == [[2, 3], [4]]
 
@@ -74,12 +72,12 @@ WRONG = [
     ("a.json", "[3, NaN]", r"\[1\].*nan"), ("a.json", "7", "7"), ("a.json", "[]", "0 tokens"),
     ("a.json", "[[2], []]", r"\[1\] holds 0"), ("a.json", "[0, 0]", "0 tokens"),
     ("a.json", "[2147483647, 1]", "2,147,483,648"), ("a.json", "[" * 100_000, "recursion"),
-    ("a.json", '{"x": [1], "y": [2]}', r"\['x', 'y'\].*--column"),
+    ("a.json", '{"x": [1], "y": [2]}', r"\['x', 'y'\]"),
     ("a.json", '{"cu_seqlens": [0, 5, 4]}', r"'cu_seqlens'\[2\].*4"),
     ("a.json", '{"cu_seqlens": [1, 5]}', r"'cu_seqlens'\[0\].*1"), ("a.json", '{"cu_seqlens": [0]}', "0 tokens"),
     ("a.csv", "3\nfour\n", r"\[1\].*'four'"), ("a.csv", "id,length\na,3\nb\n", r"\[1, 2\] columns"),
     ("a.csv", "id,length\na,3\n\nb,-1\n", r"\[1\].*-1"), ("a.csv", "3,4\n", "line 1"),
-    ("a.csv", "a,b\n1,2\n", r"\['a', 'b'\].*--column"), ("a.csv", "\n \n", "0 tokens"),
+    ("a.csv", "a,b\n1,2\n", r"\['a', 'b'\]"), ("a.csv", "\n \n", "0 tokens"),
     ("a.csv", '"1\n2\n3', "unexpected end"), ("a.csv", '3\n"1\n2"', r"\[1\].*'1\\n2'"),
     ("a.csv", "3\n" + "4" * 200_000, "field larger"), ("binary.csv", "\udcff", "UTF-8|utf-8"),
 ]  # fmt: skip
@@ -92,16 +90,11 @@ def test_bad_lengths_name_file_place_and_value(name: str, text: str, error: str,
         read_lengths(tmp_path / name)
 
 
-def test_files_and_columns_that_are_missing(tmp_path: Path) -> None:
+def test_files_that_are_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read --documents .*nowhere\.json: No such file"):
         read_lengths(tmp_path / "nowhere.json")
     with pytest.raises(ValueError, match="cannot read --documents .*: Is a directory"):
         read_lengths(tmp_path)
-    with pytest.raises(ValueError, match=r"no lengths under 'b'; name one of \['a'\]"):
-        read_lengths(write(tmp_path / "a.csv", "a\n1\n"), "b")
-    for name, text in (("a.json", "[1]"), ("b.csv", "1\n2\n")):
-        with pytest.raises(ValueError, match="--column b names one"):
-            read_lengths(write(tmp_path / name, text), "b")
 
 
 # ---------------------------------------------------------------- which sequence
@@ -283,7 +276,6 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
     [
         ("", "nothing to plan"),
         ("--documents {tmp}/d.csv", r"d\.csv\[1\]: .* 'x'"),
-        ("--column length --seq-len 5", "--column length"),
         ("--seq-len 0", "--seq-len .* got 0"),
         ("--seq-len 99999999999", "--seq-len .* got 99,999,999,999"),
         ("--documents {tmp}/long.json", "99,999,999 tokens are more than one plan takes"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import itertools
 import re
 import xml.etree.ElementTree as ET
 
@@ -14,7 +13,7 @@ import pytest
 from spanwise.cli.report import lanes, pictures
 from spanwise.cli.report.page import Bar, Table, pairs
 from spanwise.cli.report.plan_page import Report, rank_table
-from spanwise.cli.report.svg import RANK_COLORS, Drawing, rectangles, ticks
+from spanwise.cli.report.svg import Drawing, rectangles, ticks
 from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.explain import units
 from spanwise.planning.make_plan import make_plan
@@ -194,37 +193,9 @@ def test_page_and_text_show_what_others_wrote() -> None:
     assert (title.get("id"), text.text, rect[0].text) == (f"{HOSTILE.strip()}-title", HOSTILE, HOSTILE)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 100])
-def test_any_number_of_ranks_is_drawn(ranks: int) -> None:
-    plan = plan_of(MASKS["documents"], ranks, balancer="local", exchange="needed", cu_seqlens=DOCUMENTS)
-    text = Report(plan, "a file", "spanwise plan").html()
-    assert len(text) < 500_000 and f"on {ranks} ranks" in text
-
-
 def test_reports_refuse_batches() -> None:
     with pytest.raises(ValueError, match="one sequence, and the plan has 2 batch rows"):
         Report(plan_of(SpanMask.stack([MASKS["causal"], MASKS["documents"]])), "a file", "spanwise plan")
-
-
-# ---------------------------------------------------------------- colours, units
-
-_LMS = np.array([[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]])
-_OKLAB = np.array([[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]])
-# Machado, Oliveira and Fernandes (2009), severity 1, in linear RGB.
-_SIGHT = {
-    "normal": np.eye(3),
-    "protanopia": np.array([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]]),
-    "deuteranopia": np.array([[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
-    "tritanopia": np.array([[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]]),
-}
-
-
-@pytest.mark.parametrize("sight", _SIGHT)
-def test_colors_of_ranks_differ_for_everyone(sight: str) -> None:
-    srgb = np.array([[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in RANK_COLORS])
-    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    lab = np.cbrt(np.clip(linear @ _SIGHT[sight].T, 0, 1) @ _LMS.T) @ _OKLAB.T
-    assert all(np.linalg.norm(a - b) >= 0.14 for a, b in itertools.combinations(lab, 2))
 
 
 def test_units() -> None:

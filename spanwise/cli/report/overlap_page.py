@@ -47,7 +47,7 @@ class Graph:
     Attributes:
         nodes: number of nodes of the fx graph.
         peers: orders to compare with, of the same graph at the same costs.
-        note: remarks on costs, and on peers that are missing.
+        note: remark on peers that are missing.
     """
 
     name: str
