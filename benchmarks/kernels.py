@@ -30,7 +30,6 @@ BLOCK_SIZE = 128
 # tokens, heads, head dim, repeats
 SIZES = ((8192, 8, 64, 5), (8192, 4, 128, 5), (32_768, 4, 64, 2), (32_768, 2, 128, 2))
 QUICK_SIZES = ((2048, 4, 64, 5),)
-CAUSAL_TARGET, BLOCKS_TARGET, MEMORY_TARGET = 1.2, 1.4, 1.5
 
 
 def document_offsets(seq_len: int) -> np.ndarray:
@@ -107,7 +106,6 @@ def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, A
                 "baseline": baseline,
                 "baseline_seconds": baseline_seconds,
                 "ratio": seconds[name] / baseline_seconds,
-                "target": CAUSAL_TARGET if name in baselines else BLOCKS_TARGET,
             }
         )
     return rows
@@ -125,7 +123,6 @@ def measure_memory(tokens: int, heads: int, dim: int) -> dict[str, Any]:
         "peak_bytes": ours,
         "torch_peak_bytes": torchs,
         "ratio": ours / torchs,
-        "target": MEMORY_TARGET,
     }
 
 

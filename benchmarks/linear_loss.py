@@ -1,6 +1,6 @@
 """Time and memory of `linear_cross_entropy` beside torch's cross-entropy with all logits: float32, with the backward.
 
-    python benchmarks/linear_loss.py --out benchmarks/results/linear-loss-cpu.json
+    python -m benchmarks.linear_loss --out benchmarks/results/linear-loss-cpu.json
 
 Variants take turns. Seconds are the least of the rounds; ratios are to all logits in the same round, the median of the
 rounds. The floor is the three products that any way needs, at the rate of one such product in the same run.
@@ -10,7 +10,6 @@ Memory is the growth of the resident set in a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import spanwise
+from benchmarks.publish import publish
 
 ALL = "all logits"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -66,7 +66,6 @@ def measure_time(given: Inputs, rounds: int) -> tuple[dict[str, list[float]], fl
         product.append(seconds(lambda: hidden @ weight.t()))
         for name, run in steps.items():
             times[name].append(seconds(run))
-            print(f"{name:28} {times[name][-1]:7.2f} s", flush=True)
     return times, min(product)
 
 
@@ -103,28 +102,20 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     shape = (given.tokens, given.vocab, given.dim)
-    peaks = {}
-    for name in variants():
-        peaks[name] = in_a_process(name, shape)
-        print(f"{name:28} {peaks[name] / 2**20:7.0f} MiB", flush=True)
+    peaks = {name: in_a_process(name, shape) for name in variants()}
     times, product = measure_time(inputs(*shape), given.rounds)
     rows = [
         {"name": name, "seconds": round(min(found), 3),
          "ratio": round(statistics.median(a / b for a, b in zip(found, times[ALL], strict=True)), 3),
-         "rounds": [round(s, 2) for s in found], "of_floor": round(min(found) / (3 * product), 3),
          "peak_bytes": peaks[name], "memory_ratio": round(peaks[name] / peaks[ALL], 3)}
         for name, found in times.items()
     ]  # fmt: skip
-    for row in rows:
-        print(f"{row['name']:28} {row['seconds']:7.2f} s  x {row['ratio']:.2f}  {row['peak_bytes'] / 2**20:7.0f} MiB")
-    result = {
+    about = {
         "command": f"python {' '.join(sys.argv)}", "torch": torch.__version__, "threads": given.threads,
         "tokens": given.tokens, "vocab": given.vocab, "dim": given.dim, "rounds": given.rounds, "dtype": "float32",
         "product_seconds": round(product, 3), "floor_flops": 3 * 2 * given.tokens * given.vocab * given.dim,
-        "rows": rows,
     }  # fmt: skip
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=2) + "\n")
+    publish(about | {"rows": rows}, given.out)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 
 from hosts import Hosts, machine, missing, run, spans
 
-from benchmarks.publish import publish
+from benchmarks.publish import write
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
             for row in rows(answers):
                 result["rows"].append({"rate": hosts.rate, "share": share, **costs, **row})
                 print(show(row), flush=True)
-    publish(result, args.out)
+    write(result, args.out)
 
 
 def rows(answers: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from benchmarks.publish import publish
+from benchmarks.publish import write
 from spanwise.hardware import H100, Link
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.roofline import CostModel
@@ -159,7 +159,7 @@ def main() -> None:
             for row in noise_of(cost.captured.dag, orders["PyTorch, reorder"][0], orders["spanwise"][0]):
                 if args.noise:
                     add("noise", about | row)
-    publish(result, args.out)
+    write(result, args.out)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from overlap_zoo_greedy import by_longest_tail
 from overlap_zoo_models import FAMILIES
 from torch import fx
 
-from benchmarks.publish import publish
+from benchmarks.publish import write
 from spanwise.hardware import Link
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.roofline import CostModel
@@ -164,7 +164,7 @@ def main() -> None:
         ratios = {what: round(order.makespan / case.bound, 3) for what, order in case.orders.items()}
         print(f"{case.family}, {case.graph}, {case.links}, {case.nodes} nodes, over the bound: {ratios}", flush=True)
     result: dict[str, Any] = {"torch": torch.__version__, "summary": losses(found), "times": list(times(found))}
-    publish(result | {"cases": [dataclasses.asdict(case) for case in found]}, args.out)
+    write(result | {"cases": [dataclasses.asdict(case) for case in found]}, args.out)
     for pair, row in losses(found).items():
         print(f"{pair:<44}{row['cases']:5} {row['longer']:6} {row['worst']:7.3f} {row['mean']:7.3f}")
     print(*times(found), sep="\n")

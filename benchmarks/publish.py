@@ -26,6 +26,11 @@ def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
     for name, value in result.items():
         for row in value if isinstance(value, list) else [{name: value}]:
             print(json.dumps(row))
+    return write(result, out)
+
+
+def write(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """Write `result` to `out`, if it is given."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Layers with a state beside transformers' torch code on one device.
 
-    python benchmarks/recurrence.py --out benchmarks/results/recurrence-cpu.json
+    python -m benchmarks.recurrence --out benchmarks/results/recurrence-cpu.json
 
 Forward and backward in float32 of one document. Variants take turns; CPU seconds are the least of the rounds, ratios
 the median of the rounds. The floor of a scan is its products token by token, three times for the backward, at the
@@ -11,7 +11,6 @@ at the rate of a copy.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import spanwise
+from benchmarks.publish import publish
 from spanwise import recurrence
 from spanwise.integrations.transformers import mixers
 
@@ -121,14 +121,12 @@ def timed(name: str, layer: Layer, rounds: int) -> dict[str, Any]:
             found.append(seconds(run))
     ours, theirs, unit = (min(found) for found in times)
     share = layer.flops / (2 * 1024**3) if layer.flops else layer.bytes / (2 * wide.nbytes)
-    row = {
+    return {
         "name": name, "seconds": round(ours, 4), "transformers_seconds": round(theirs, 4),
         "ratio": round(statistics.median(a / b for a, b in zip(*times[:2], strict=True)), 3),
         "floor_flops": layer.flops, "floor_bytes": layer.bytes, "floor_seconds": round(unit * share, 5),
         "of_floor": round(ours / (unit * share), 2), "difference": float(f"{max(errors):.1e}"),
     }  # fmt: skip
-    print(row, flush=True)
-    return row
 
 
 def main() -> None:
@@ -145,8 +143,7 @@ def main() -> None:
         "states": STATES, "rounds": given.rounds, "dtype": "float32",
         "rows": [timed(name, layer, given.rounds) for name, layer in every.items()],
     }  # fmt: skip
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=2) + "\n")
+    publish(result, given.out)
 
 
 if __name__ == "__main__":

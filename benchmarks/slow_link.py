@@ -31,7 +31,7 @@ from hosts import Hosts, machine, missing, run, spans
 from slow_link_cases import HEADS, RESULTS, Results, Scenario, Variant, make_plan, reference
 from slow_link_peers import INSTALL, PEERS
 
-from benchmarks.publish import publish
+from benchmarks.publish import write
 from spanwise.hardware import Hardware
 
 PEER_TIMEOUT = 900.0  # seconds
@@ -71,11 +71,11 @@ def main() -> None:
                 ranks = run(hosts, job(scenario, variants, args.repeats, hardware))
                 expected = references(dataclasses.replace(scenario, num_hosts=1, per_host=1))
                 result["rows"].append(scenario_row(scenario, variants, ranks, expected, hardware))
-                publish(result, args.out)
+                write(result, args.out)
     for scenario in peer_scenarios(args) if args.peers else ():
         for peer in PEERS:
             result["peers"].append(peer_row(scenario, peer, args.peers))
-            publish(result, args.out)
+            write(result, args.out)
     wrong = [row["scenario"]["name"] for row in result["rows"] if not row["correct"]]
     if wrong:
         sys.exit(f"wrong results: {wrong}")
