@@ -48,7 +48,7 @@ def test_a_call_is_right(gloo_pool: GlooPool, exchange: str, data: st.DataObject
 
 @pytest.mark.parametrize("name", REFUSALS)
 @given(data=st.data())
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1, suppress_health_check=list(HealthCheck))
 def test_a_wrong_call_is_refused_on_every_rank(gloo_pool: GlooPool, name: str, data: st.DataObject) -> None:
     case = data.draw(attention_calls(3, "needed").filter(REFUSALS[name].fits))
     check(dataclasses.replace(case, refusal=name), gloo_pool.run)

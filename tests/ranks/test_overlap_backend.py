@@ -157,38 +157,50 @@ def test_scheduled_step_is_the_eager_one_bit_for_bit(gloo_pool: GlooPool, num_ra
         assert (forward < 4 and backward < 8) if bucket else (forward, backward) == (4, 8)
 
 
-def compare(rank: int, mesh: DeviceMesh, costs: list[Cost], buckets: list[bool]) -> tuple[str, float]:
-    """Error of a rank whose peers have other costs, and the sum of a later all-reduce."""
-    torch._dynamo.reset()
-    module = Sharded(mesh)
-    run = torch.compile(module, backend=backend("aot_eager", cost=costs[rank], bucket=buckets[rank]))
-    said = ""
+def error_of(run: Callable[[], Any]) -> str:
+    """The error that `run` raises with its type, empty if it raises none."""
     try:
-        step(run, module, *data(rank))
-    except ValueError as error:
-        said = str(error)
+        run()
+    except (ValueError, torch._dynamo.exc.BackendCompilerFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def compare(rank: int, mesh: DeviceMesh, costs: list[Cost], widths: list[tuple[int, int]]) -> tuple[str, float]:
+    """Error of a rank whose peers have other costs or other sizes, and the sum of a later all-reduce."""
+    torch._dynamo.reset()
+    module = Sharded(mesh, widths[rank])
+    run = torch.compile(module, backend=backend("aot_eager", cost=costs[rank], bucket=False))
+    said = error_of(lambda: step(run, module, *data(rank)))
     one = torch.ones(())
-    dist.all_reduce(one)
+    if not said or widths[0] == widths[1]:
+        dist.all_reduce(one)
     return said, one.item()
 
 
-def test_ranks_that_decide_differently_are_told_so_on_every_rank(gloo_pool: GlooPool) -> None:
-    """Before any collective of the graph: afterwards the group works as if nothing had been."""
-    costs = [Cost(5.0, slow=80), Cost(5.0, slow=48)] * 2  # of two branches the other one is urgent
-    for said, ranks in gloo_pool.run(4, compare, costs, [False] * 4):
-        told = re.search(
-            r"ranks of the process group of ranks \[0, 1, 2, 3\] scheduled the collectives of a graph differently, .*: "
-            r"ranks \[0, 2\] start (\d\. .* float64 \[\d+, \d+\]); ranks \[1, 3\] start (\d\. .* \[\d+, \d+\])\. .*"
-            r"costs is ratio 5.0, slow 80 / ratio 5.0, slow 48",
-            said,
-        )
-        assert told and told[1] != told[2], said
-        assert ranks == 4
+SAME = [(48, 80)] * 4
+# Costs and widths of ranks, and what each rank's error says: before any collective of the graph.
+DIFFERENCES: dict[str, tuple[list[Cost], list[tuple[int, int]], str]] = {
+    "costs": (
+        [Cost(5.0, slow=80), Cost(5.0, slow=48)] * 2, SAME,  # of two branches the other one is urgent
+        r"ranks of the process group of ranks \[0, 1, 2, 3\] scheduled the collectives of a graph differently, .*: "
+        r"ranks \[0, 2\] start (\d\. .* float64 \[\d+, \d+\]); ranks \[1, 3\] start (?!\1)\d\. .* \[\d+, \d+\]\. .*"
+        r"costs is ratio 5.0, slow 80 / ratio 5.0, slow 48",
+    ),
+    "other costs that lead to the same decision": ([Cost(), Cost(slow=1)], SAME, ""),
+    "sizes": (
+        [Cost(), Cost()], [(48, 80), (48, 96)],
+        r"ranks \[0\] start .*\[40, 16\].*; ranks \[1\] start .*\[48, 16\].*options and costs are the same",
+    ),
+}  # fmt: skip
 
 
-def test_other_costs_that_lead_to_the_same_decision_are_no_error(gloo_pool: GlooPool) -> None:
-    for said, ranks in gloo_pool.run(2, compare, [Cost(), Cost(slow=1)], [False] * 2):
-        assert (said, ranks) == ("", 2)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_decide_differently_are_told_so_on_every_rank(gloo_pool: GlooPool, name: str) -> None:
+    costs, widths, text = DIFFERENCES[name]
+    for said, ranks in gloo_pool.run(len(costs), compare, costs, widths):
+        assert re.search(text, said) if text else not said, said
+        assert ranks == (1 if name == "sizes" else len(costs))  # afterwards the group works as before
 
 
 def refuse(rank: int, mesh: DeviceMesh) -> list[str]:
@@ -202,11 +214,9 @@ def refuse(rank: int, mesh: DeviceMesh) -> list[str]:
                 raise OSError("no space left")
 
         module = Sharded(mesh)
-        try:
-            step(torch.compile(module, backend=backend("aot_eager", cost=Cost(), on_result=result)), module, *data(0))
-            said.append("")
-        except (ValueError, torch._dynamo.exc.BackendCompilerFailed) as error:
-            said.append(f"{type(error).__name__}: {error}")
+        run = torch.compile(module, backend=backend("aot_eager", cost=Cost(), on_result=result))
+        said.append(error_of(lambda run=run, module=module: step(run, module, *data(0))))
+        if said[-1]:
             tell(mesh, f"{rank} has failed")
             hear(mesh, "0 has failed", "1 has failed")
     return said
@@ -218,24 +228,6 @@ def test_ranks_hear_of_one_whose_on_result_raises(gloo_pool: GlooPool) -> None:
     assert first[0] == "ValueError: rank 1 raised in on_result: OSError: no space left"
     assert second[0].startswith("BackendCompilerFailed") and "OSError: no space left" in second[0]
     assert first[1] == second[1] == ""
-
-
-def with_widths(rank: int, mesh: DeviceMesh, widths: list[tuple[int, int]]) -> str:
-    torch._dynamo.reset()
-    module = Sharded(mesh, widths[rank])
-    try:
-        step(torch.compile(module, backend=backend("aot_eager", cost=Cost())), module, *data(rank))
-        return ""
-    except ValueError as error:
-        return str(error)
-
-
-def test_sizes_are_compared(gloo_pool: GlooPool) -> None:
-    first, second = gloo_pool.run(2, with_widths, [(48, 80), (48, 96)])
-    assert first == second
-    assert re.search(
-        r"ranks \[0\] start .*\[40, 16\].*; ranks \[1\] start .*\[48, 16\].*options and costs are the same", first
-    )
 
 
 def steps_of_sizes(rank: int, mesh: DeviceMesh, batches: list[list[int]]) -> tuple[list[bool], int, int]:
@@ -286,12 +278,10 @@ def reduce_differently(rank: int, mesh: DeviceMesh, orders: list[str]) -> list[s
     """Errors of several steps, in each of which another rank's order differs."""
     said = []
     for at in range(mesh.size()):
-        order = orders[(rank - at) % mesh.size()]
-        try:
-            assert reduced(mesh, order)(torch.ones(1)).item() == mesh.size()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
+        graph = reduced(mesh, orders[(rank - at) % mesh.size()])
+        totals: list[float] = []
+        said.append(error_of(lambda graph=graph, totals=totals: totals.append(graph(torch.ones(1)).item())))
+        assert totals == ([] if said[-1] else [mesh.size()])
         dist.barrier()
     return said
 
@@ -309,43 +299,27 @@ def test_ranks_hear_of_a_difference_in_groups_that_are_not_theirs(gloo_pool: Glo
     assert run(["ab"] * 4) == [[""] * 4] * 4
 
 
-def run_alone(rank: int, mesh: DeviceMesh) -> str:
-    """Rank 0 comes with a graph that rank 1 does not have."""
-    short = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu", mesh_dim_names=("a",))
-    said = ""
-    if rank == 0:
-        try:
-            reduced(short, "a")(torch.ones(1))
-        except ValueError as error:
-            said = str(error)
+def stays_away(rank: int, mesh: DeviceMesh, midway: bool) -> str:
+    """Rank 1 does not have the graph; or tells what it decided, and stops before it says that it is there."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    record = base64.b85encode(zlib.compress(b'{"facts": {}, "starts": []}')).decode()
+    comparison, said = consensus._Comparison(group, "digest", record), ""
+    if rank == 0 and midway:
+        said = error_of(lambda: consensus._compare([comparison], 1))
+    elif rank == 0:
+        short = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("a",))
+        said = error_of(lambda: reduced(short, "a")(torch.ones(1)))
+    elif midway:
+        comparison.publish()
     dist.barrier()
     return said
 
 
-def test_a_rank_that_does_not_come_is_named(gloo_pool: GlooPool) -> None:
-    said, nothing = gloo_pool.run(2, run_alone)
-    assert (
-        "ranks [1] of the process group of ranks [0, 1] did not come to compare a compiled graph within 0:00:01" in said
-    )
-    assert nothing == ""
-
-
-def stop_midway(rank: int, mesh: DeviceMesh) -> str:
-    """Rank 1 tells what it decided, and dies before it says that it is there for the others to compare."""
-    short = dist.new_group(timeout=timedelta(seconds=1))
-    record = base64.b85encode(zlib.compress(b'{"facts": {}, "starts": []}')).decode()
-    comparison = consensus._Comparison(short, "digest", record)
-    if rank == 1:
-        comparison.publish()
-    else:
-        with pytest.raises(ValueError, match="did not come") as failed:
-            consensus._compare([comparison], 1)
-    dist.barrier()
-    return "" if rank else str(failed.value)
-
-
-def test_a_rank_that_stops_midway_is_named(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(2, stop_midway)[0].startswith("ranks [1] of the process group of ranks [0, 1] did not come")
+@pytest.mark.parametrize("midway", [False, True])
+def test_a_rank_that_does_not_come_is_named(gloo_pool: GlooPool, midway: bool) -> None:
+    said, nothing = gloo_pool.run(2, stays_away, midway)
+    assert "ranks [1] of the process group of ranks [0, 1] did not come to compare" in said, said
+    assert (midway or "a compiled graph within 0:00:01" in said) and nothing == ""
 
 
 def gathered(shard: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
@@ -448,12 +422,8 @@ def from_autograds_cache(rank: int, mesh: DeviceMesh, folder: str, nums: list[in
     """Hits of the cache that holds forward and backward at once, and what a step raised."""
     with caches(f"{folder}/{rank}"):
         module = Branches(mesh, nums[rank])
-        said = ""
-        try:
-            run = torch.compile(module, backend=backend("inductor", cost=Cost()))
-            run(torch.ones(BATCH, DIM)).backward(torch.ones(BATCH, DIM))
-        except ValueError as error:
-            said = str(error)
+        run = torch.compile(module, backend=backend("inductor", cost=Cost()))
+        said = error_of(lambda: run(torch.ones(BATCH, DIM)).backward(torch.ones(BATCH, DIM)))
         return counters["aot_autograd"]["autograd_cache_hit"], said
 
 
