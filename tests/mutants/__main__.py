@@ -1,5 +1,7 @@
 """Do the tests find planted defects? `python -m tests.mutants masks --json runs/mutants.json`
 
+After a change of tests, run the defects that they are to find: `python -m tests.mutants --tests tests/ranks`
+
 A file `tests/mutants/FOLDER.toml` lists the defects of `spanwise/FOLDER`:
 
     [[mutant]]
@@ -105,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", help="default: all")
     parser.add_argument("--name", help="only mutants whose name contains this")
+    parser.add_argument("--tests", default="", help="only mutants whose tests contain this")
     parser.add_argument(
         "--json", type=Path, help="where to write name and result of each; kept results are not run again"
     )
@@ -116,7 +119,7 @@ def main() -> None:
         copy_tracked(tree)
         for mutant in mutants(args.folders):
             key = f"{mutant.folder}/{mutant.name}"
-            if key in results or (args.name and args.name not in mutant.name):
+            if key in results or args.tests not in mutant.tests or (args.name and args.name not in mutant.name):
                 continue
             began = time.monotonic()
             results[key] = is_caught(mutant, tree, args.limit)
