@@ -27,7 +27,6 @@ EXCHANGES: list[dict[str, Any]] = [
     {"exchange": "ring", "keep_kv": True},
     {"exchange": "ulysses"},
 ]
-NAMES = ("out", "dq", "dk", "dv")
 
 
 def heads_for(exchange: dict[str, Any]) -> tuple[int, int]:
