@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.limits import HANG
 from tests.ranks.gloo import GlooPool, RemoteTraceback, hear
 from tests.ranks.harness import run_ranks
 
@@ -172,7 +173,7 @@ WRONG: list[tuple[Callable[[int, DeviceMesh], Any], type[Exception], str]] = [
 def test_what_would_hang_on_real_ranks_is_an_error(number: int) -> None:
     fn, error, message = WRONG[number]
     with pytest.raises(error, match=message):
-        run_ranks(2, fn, timeout=0.5 if error is TimeoutError else 600.0)
+        run_ranks(2, fn, timeout=3.0 if error is TimeoutError else HANG)
     assert rank_threads() == []
 
 
