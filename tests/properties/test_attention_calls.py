@@ -38,7 +38,7 @@ QUIET = settings(max_examples=3000, database=InMemoryExampleDatabase(), deadline
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 def test_a_call_is_right(gloo_pool: GlooPool, exchange: str, data: st.DataObject) -> None:
     case = data.draw(attention_calls(4, exchange))
     for kind in case.kinds():
@@ -72,7 +72,7 @@ def test_the_draws_cover_what_there_is() -> None:
     counts: Counter[str] = Counter()
 
     @given(attention_calls(4, "needed"))
-    @settings(QUIET, max_examples=1200, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @settings(QUIET, max_examples=500, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
     def draw(case: Case) -> None:
         counts.update(" ".join(case.kinds()).split())
 

@@ -153,7 +153,7 @@ def expected(exchange: str, chunks: int) -> tuple[str, str]:
         pytest.param(2, {"exchange": "all_gather"}, 5, marks=SLOW),
         pytest.param(2, {"exchange": "needed", "stages": 3}, 5, marks=SLOW),
         (3, {"exchange": "needed", "stages": 1, "reads": (3, 0, 1, 5, 1, 0, 2)}, 7),
-        (3, {"exchange": "ring", "keep_kv": True}, 3),
+        pytest.param(3, {"exchange": "ring", "keep_kv": True}, 3, marks=SLOW),
         pytest.param(4, {"exchange": "hierarchical", "hardware": HOSTS}, 3, marks=SLOW),
         pytest.param(2, {"exchange": "ulysses"}, 5, marks=SLOW),
     ],

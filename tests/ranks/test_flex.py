@@ -7,7 +7,6 @@ import warnings
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,7 +61,7 @@ def _train(mesh: DeviceMesh, num_plans: int) -> tuple[list[list[torch.Tensor]], 
 
 def test_matches_one_device(gloo_pool: GlooPool) -> None:
     """On torch's dense stand-in for FlexAttention; kept keys and keys that are fetched again."""
-    for rank, (results, graphs) in enumerate(gloo_pool.run(2, train, 6)):
+    for rank, (results, graphs) in enumerate(gloo_pool.run(2, train, 5)):
         # One span or several; refetched keys have one of their own.
         assert graphs <= 3
         for i, found in enumerate(results):
@@ -72,12 +71,3 @@ def test_matches_one_device(gloo_pool: GlooPool) -> None:
             )
             for got, want in zip(found, (problem.out, problem.lse, *problem[6:9]), strict=True):
                 assert relative_error(got, plan.shard(want, rank, dim=2)) <= 3e-6
-
-
-def test_cpu_is_refused_with_what_works() -> None:
-    plan = spanwise.make_plan(SpanMask.causal(128), 1)
-    q = torch.randn(1, 2, 128, 16, requires_grad=True)
-    for given in (plan, plan.local(None)):
-        with pytest.raises(ValueError, match="kernel 'flex' runs on CUDA.*kernel='sdpa'"):
-            spanwise.context_parallel_attention(q, q, q, given, None, kernel="flex")
-    assert spanwise.context_parallel_attention(q, q, q, plan, None).requires_grad

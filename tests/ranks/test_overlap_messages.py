@@ -47,7 +47,7 @@ def steps(rank: int, _: Any, stages: int, batch: bool) -> list[tuple[bool, float
     return found
 
 
-@pytest.mark.parametrize(("stages", "batch"), [(2, False), (2, True), (4, False)])
+@pytest.mark.parametrize(("stages", "batch"), [(2, True), (4, False), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_a_scheduled_stage_is_the_stage(gloo_pool: GlooPool, stages: int, batch: bool) -> None:
     for answers in gloo_pool.run(4, steps, stages, batch):
         for same, gain, barriers in answers:
