@@ -140,17 +140,7 @@ class RankPlan:
 
 _torch.register_pytree_dataclass(
     RankPlan,
-    static=(
-        "rank",
-        "num_ranks",
-        "inner",
-        "batched",
-        "keep_kv",
-        "causal",
-        "packed",
-        "attention_shape",
-        "mesh",
-    ),
+    static=("rank", "num_ranks", "inner", "batched", "keep_kv", "causal", "packed", "attention_shape", "mesh"),
 )
 
 
@@ -165,17 +155,12 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
             f"smaller blocks or another balancer"
         )
     layout, same = plan.layout, plan.kv_layout == plan.layout
-    rows = range(layout.batch_size)
     group = rank // plan.inner
 
     def placed(numbers: np.ndarray) -> torch.Tensor:
         tokens = on_device(numbers, device)
         return _torch.mark_dynamic(tokens, 1) if kernel.dynamic_queries else tokens
 
-    def tokens_of(of: Layout, index: int) -> torch.Tensor:
-        return placed(_tokens_of(of, index))
-
-    tokens = tokens_of(layout, rank)
     valid = kv_valid = None
     if plan.packing is not None and plan.packing.padded:
         valid = _torch.mark_dynamic(on_device(plan.packing.valid_q[layout.indices(rank)], device), 0)
@@ -183,9 +168,9 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
     trade, kv_trade = _trades(plan, rank, device)
     positions = documents.positions(plan, rank)
     return RankPlan(
-        tokens=tokens,
-        kv_tokens=None if same else tokens_of(plan.kv_layout, rank),
-        group_tokens=None if trade is None else tokens_of(plan.groups, group),
+        tokens=placed(_tokens_of(layout, rank)),
+        kv_tokens=None if same else placed(_tokens_of(plan.kv_layout, rank)),
+        group_tokens=None if trade is None else placed(_tokens_of(plan.groups, group)),
         all_runs=_torch.mark_unbacked(on_device(layout.shifts(), device), 1),
         extent=torch.empty(layout.seq_len, 0, device=device),
         padded=torch.empty(int(layout.tokens_per_rank.max()), 0, device=device),
@@ -198,7 +183,7 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
         rank=rank,
         num_ranks=plan.num_ranks,
         inner=plan.inner,
-        batched=len(rows) > 1,
+        batched=layout.batch_size > 1,
         keep_kv=plan.keep_kv,
         causal=plan.causal,
         packed=plan.packing is not None,

@@ -222,20 +222,6 @@ def test_score_mod_sees_global_positions_and_softcap_comes_after() -> None:
     assert_near(got, want, tol=2e-5)
 
 
-def test_score_mod_without_positions_meets_local_indices() -> None:
-    x = problem(SpanMask.causal(Q_LEN))
-    table = torch.randn(Q_LEN, x.k.shape[2])  # as large as the indices that exist, no larger
-    want = oracle(*x.double(), score_fn=lambda score: score + 100 * table.double())
-    got = flex(*x, scale=SCALE, score_mod=lambda score, b, h, q_idx, kv_idx: score + 100 * table[q_idx, kv_idx])
-    assert_near(got, want, tol=1e-4)
-
-
-def test_softcap() -> None:
-    x = problem(SpanMask.causal(Q_LEN))
-    want = oracle(*x.double(), score_fn=lambda score: 5 * torch.tanh(score / 5))
-    assert_near(flex(*x, scale=SCALE, softcap=5.0), want)
-
-
 # --- how often it compiles ------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
 from tests.oracle import Problem, make_problem, relative_error
+from tests.pairs import covering
 from tests.ranks.harness import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/add-a-kernel.md"
@@ -85,9 +86,7 @@ def check(problem: Problem, results: list[tuple[torch.Tensor, ...]], mask: SpanM
             assert relative_error(got, want) <= 1e-10
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda x: x["exchange"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "exchange", "num_ranks"), covering(list(MASKS), EXCHANGES, [1, 2, 4]))
 def test_exact_under_every_exchange(kernel: Kernel, name: str, exchange: dict[str, Any], num_ranks: int) -> None:
     plan = spanwise.make_plan(
         MASKS[name], num_ranks, balancer="head_tail", block_size=4, num_q_heads=8, num_kv_heads=4, **exchange

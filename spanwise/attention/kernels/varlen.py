@@ -61,24 +61,18 @@ class VarlenTables:
             masks = [torch.from_numpy(getattr(r, name)).view(mask.batch_size, length) for r in rounds]
             return torch.stack(masks) if masks else torch.empty(0, mask.batch_size, length, dtype=torch.bool)
 
-        return cls(
+        made = cls(
             calls=torch.tensor(calls, dtype=torch.int64).view(-1, 5),
-            cu_seq_q=joined("cu_seq_q"),
-            cu_seq_k=joined("cu_seq_k"),
-            rows=stacked("rows", mask.q_len),
-            keys=stacked("keys", mask.kv_len),
-        ).to(device)
-
-    def to(self, device: torch.device | str) -> VarlenTables:
-        """Copies on ``device``, `calls` in host memory; marked like those of :meth:`of`."""
-        moved = VarlenTables(
-            self.calls.clone(), *(x.to(device, copy=True) for x in (self.cu_seq_q, self.cu_seq_k, self.rows, self.keys))
+            cu_seq_q=joined("cu_seq_q").to(device),
+            cu_seq_k=joined("cu_seq_k").to(device),
+            rows=stacked("rows", mask.q_len).to(device),
+            keys=stacked("keys", mask.kv_len).to(device),
         )
-        for x in (moved.calls, moved.cu_seq_q, moved.cu_seq_k, moved.rows, moved.keys):
+        for x in (made.calls, made.cu_seq_q, made.cu_seq_k, made.rows, made.keys):
             _torch.mark_unbacked(x, 0)
-        for x in (moved.rows, moved.keys):
+        for x in (made.rows, made.keys):
             _torch.mark_dynamic(x, 2)
-        return moved
+        return made
 
 
 _torch.register_pytree_dataclass(VarlenTables)
