@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.engine import simulate
-from spanwise.overlap.fx.capture import CaptureConfig, capture
-from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.quotient import Quotient, contract
 from tests.overlap.test_schedule import with_memory
 from tests.overlap.test_simulate import orders
@@ -70,28 +68,6 @@ def test_no_order_is_lost(dag: Dag, room: int) -> None:
         return min(simulate(of, order).makespan for order in orders(of) if of.peak_bytes(order) <= budget)
 
     assert best(contract(dag).dag) == best(dag)
-
-
-@given(with_views())
-def test_what_is_left_of_views_follows_several_nodes(dag: Dag) -> None:
-    contracted = contract(dag)
-    nodes, (head, *_) = contracted.dag.nodes, contracted.members
-    first = set(head) if is_view(dag, head[0]) and not nodes[0].deps else set()  # views that follow nothing
-    kept = set(range(len(dag))) - first
-    freed_alone = {max(s.users) for s in dag.storages if s.is_given and len(kept.intersection(s.users)) == 1}
-    for node, members in zip(nodes, contracted.members, strict=True):
-        if is_view(dag, members[0]) and members[0] not in freed_alone | first:
-            assert len(node.deps) > 1 or nodes[node.deps[0]].kind == Kind.START
-
-
-def test_a_captured_graph_has_no_views_left() -> None:
-    config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, tp=2, device="cpu")
-    graphs = capture(config)
-    for gm in (graphs.forward, graphs.backward):
-        dag = to_dag(gm, lambda node: 1.0).dag
-        contracted = contract(dag)
-        assert not any(is_view(contracted.dag, i) for i in range(1, len(contracted.dag)))  # the first are joined
-        assert len(contracted.dag) < 0.8 * len(dag)
 
 
 def test_the_second_wait_of_coalesced_collectives_joins_the_first() -> None:

@@ -3,69 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-import spanwise
 from spanwise.overlap.fx.files import group_sizes, load_graphs, save_graphs
-from tests.cli.commands import run
-
-SIZES = {"layers": 1, "dim": 64, "heads": 4, "kv-heads": 2, "ffn": 128, "vocab": 0, "seq-len": 64, "cp": 2}
-FLAGS = [f"--{name}={value}" for name, value in {**SIZES, "dp": 1, "tp": 1}.items()]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A graph whose attention is an operator of this package."""
-    path = tmp_path_factory.mktemp("graphs") / "cp.pt"
-    result = run("overlap", *FLAGS, "--graph", "forward", "--save", path)
-    assert result.status == 0, result.said
-    return path
-
-
-def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_another_process_loads_our_own_operators(saved: Path) -> None:
-    done = python("-m", "spanwise", "overlap", "--trust", "--load", saved, "--graph", "forward")
-    assert done.returncode == 0, done.stderr
-    assert "Forward, " in done.stdout
-
-
-UNREGISTERED = """
-import sys, types
-
-package = types.ModuleType("spanwise")  # without the imports of its __init__
-package.__path__ = [{package!r}]
-sys.modules["spanwise"] = package
-
-from spanwise.overlap.fx.files import load_graphs
-
-try:
-    load_graphs({path!r})
-except ValueError as error:
-    print(error)
-import spanwise.attention.attention
-print(*load_graphs({path!r}).graphs)
-"""
-
-
-@pytest.mark.slow
-def test_operators_that_are_not_registered(saved: Path) -> None:
-    """Alone, this half of the package does not have the other's; the error says what does."""
-    done = python("-c", UNREGISTERED.format(path=str(saved), package=str(Path(spanwise.__file__).parent)))
-    assert done.returncode == 0, done.stderr
-    error, graphs = done.stdout.splitlines()
-    assert "'spanwise' is registered in this process: import spanwise before" in error
-    assert "cannot be read by torch" not in error
-    assert graphs == "forward backward"
 
 
 def test_operators_of_others_that_are_not_registered(tmp_path: Path) -> None:

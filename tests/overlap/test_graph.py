@@ -84,46 +84,31 @@ def by_hand(build: Callable[[fx.Graph, fx.Node], Any], shape: tuple[int, ...] = 
 # Collectives.
 
 
-@pytest.mark.parametrize("mode", ["fake", "real"])
-def test_every_kind_of_collective_starts_and_is_waited_for(groups: dict[str, str], mode: str) -> None:
+def test_every_kind_of_collective_starts_and_is_waited_for(groups: dict[str, str]) -> None:
     tp, dp = groups["tp"], groups["dp"]
-    starts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "all_gather_into_tensor": lambda x: OPS.all_gather_into_tensor(x, 2, tp),
-        "all_gather_into_tensor_out": lambda x: OPS.all_gather_into_tensor_out(x, 2, dp, out=x.new_empty(8, 4)),
-        "reduce_scatter_tensor": lambda x: OPS.reduce_scatter_tensor(x, "sum", 2, dp),
-        "reduce_scatter_tensor_out": lambda x: OPS.reduce_scatter_tensor_out(x, "sum", 2, tp, out=x.new_empty(2, 4)),
-        "all_reduce": lambda x: OPS.all_reduce(x, "sum", tp),
-        "all_reduce_": lambda x: OPS.all_reduce_(x.clone(), "sum", dp),
-        "all_to_all_single": lambda x: OPS.all_to_all_single(x, [2, 2], [2, 2], tp),
-        "broadcast": lambda x: OPS.broadcast(x, 0, dp),
-        "broadcast_": lambda x: OPS.broadcast_(x.clone(), 0, tp),
-    }
-    function = lambda x: [OPS.wait_tensor(start(x)) * 2 for start in starts.values()]  # noqa: E731
-    captured = to_dag(make_fx(function, tracing_mode=mode)(torch.randn(4, 4)), one)
-    waits = [node for node in captured.dag.nodes if node.kind == Kind.WAIT]
-    assert [captured.dag.nodes[wait.start].name for wait in waits] == list(starts)
-    assert all(wait.ms == 0 for wait in waits) and not captured.barriers
-    of = [captured.dag.nodes[i].group for i in captured.dag.starts]
-    assert of == [tp, dp, dp, tp, tp, dp, tp, dp, tp]
-    assert all(captured.dag.nodes[i].ms == 1 for i in captured.dag.starts)
+    autograd = torch.ops._c10d_functional_autograd
+    starts: list[tuple[Any, tuple[Any, ...]]] = [
+        (OPS.all_gather_into_tensor, (2, tp)), (OPS.reduce_scatter_tensor, ("sum", 2, dp)),
+        (OPS.all_reduce, ("sum", tp)), (OPS.all_reduce_, ("sum", dp)), (OPS.broadcast, (0, dp)),
+        (OPS.broadcast_, (0, tp)), (OPS.all_to_all_single, ([2, 2], [2, 2], tp)),
+        (autograd.all_gather_into_tensor, (2, tp)), (autograd.reduce_scatter_tensor, ("sum", 2, tp)),
+        (autograd.all_to_all_single, ([2, 2], [2, 2], dp)),
+    ]  # fmt: skip
 
+    def build(graph: fx.Graph, x: fx.Node) -> Any:
+        made = [
+            graph.call_function(op.default, (graph.call_function(ATEN.clone.default, (x,)), *args))
+            for op, args in starts
+        ]
+        out = graph.call_function(ATEN.clone.default, (x,))
+        made.append(graph.call_function(OPS.all_gather_into_tensor_out.default, (x, 2), {"group_name": tp, "out": out}))
+        return [graph.call_function(OPS.wait_tensor.default, (start,)) for start in made]
 
-def test_autograd_versions_are_starts(groups: dict[str, str]) -> None:
-    ops = torch.ops._c10d_functional_autograd
-    for call in (
-        lambda graph, x: graph.call_function(ops.all_gather_into_tensor.default, (x, 2, groups["tp"])),
-        lambda graph, x: graph.call_function(ops.reduce_scatter_tensor.default, (x, "sum", 2, groups["tp"])),
-        lambda graph, x: graph.call_function(ops.all_to_all_single.default, (x, [2, 2], [2, 2], groups["tp"])),
-    ):
-        gm = by_hand(lambda graph, x, call=call: graph.call_function(OPS.wait_tensor.default, (call(graph, x),)))
-        assert list(kinds(to_dag(gm, one)).values()) == ["start", "wait"]
-
-
-def test_the_group_is_found_by_its_name_in_the_schema() -> None:
-    for args, kwargs in (((2, "tp"), {}), ((2,), {"group_name": "tp"}), ((), {"group_name": "tp", "group_size": 2})):
-        start = (OPS.all_gather_into_tensor.default, args, kwargs)
-        gm = by_hand(lambda graph, x, s=start: graph.call_function(s[0], (x, *s[1]), s[2]))
-        assert to_dag(gm, one).dag.groups == ("tp",)
+    captured = to_dag(by_hand(build), one)
+    dag = captured.dag
+    assert not captured.barriers and len(dag.starts) == len(starts) + 1 == len(dag.wait_of)
+    assert [dag.nodes[i].group for i in dag.starts] == [args[-1] for _, args in starts] + [tp]
+    assert all(dag.nodes[i].ms == 1 and dag.nodes[dag.wait_of[i]].ms == 0 for i in dag.starts)
 
 
 @pytest.mark.parametrize("mode", ["fake", "real"])
@@ -142,43 +127,6 @@ def test_coalesced_collectives_have_one_wait(groups: dict[str, str], mode: str) 
     names = [node.name for node in captured.dag.nodes]
     assert max(x_plus_1.users) == names.index("wait_tensor") and first.maker == second.maker
     assert max(first.users) == names.index("mul_1") and max(second.users) == names.index("mul")
-
-
-def test_a_collective_in_place_writes_until_its_wait(groups: dict[str, str]) -> None:
-    def function(x: torch.Tensor) -> Any:
-        y = x.clone()
-        before = y.sum()
-        OPS.wait_tensor(OPS.all_reduce_(y, "sum", groups["dp"]))
-        return before, y * 2  # not the wait's result
-
-    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
-    assert kinds(captured) == {"all_reduce_": "start", "wait_tensor": "wait"}
-    assert deps(captured, "all_reduce_") == {"clone", "sum_1"}
-    assert "wait_tensor" in deps(captured, "mul")
-    assert storages(captured) == {"clone": 64, "sum_1": 4, "mul": 64}
-
-
-def test_what_a_collective_reads_is_not_written_before_its_wait(groups: dict[str, str]) -> None:
-    def function(x: torch.Tensor) -> Any:
-        y = x * 2
-        gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(y, 2, groups["tp"]))
-        y.add_(1)
-        return gathered.sum(), y
-
-    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
-    assert "wait_tensor" in deps(captured, "add_")
-
-
-def test_a_collective_without_a_wait_keeps_its_memory(groups: dict[str, str]) -> None:
-    def function(x: torch.Tensor) -> Any:
-        y = x * 2
-        started = OPS.all_gather_into_tensor(y, 2, groups["tp"])
-        return started, x + 1, x + 2
-
-    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
-    y, gathered, *_ = captured.dag.storages
-    assert y.kept and gathered.kept  # whichever node comes last
-    assert [node.name for node in captured.inputs] == ["x_1"]
 
 
 # Memory.
@@ -288,6 +236,114 @@ def test_any_order_gives_the_same_bits_and_the_predicted_peak(data: Any, mode: s
             assert x.shape == y.shape and x.stride() == y.stride() and torch.equal(x, y)
 
 
+# What each node must follow; nodes that are not named may have any dependencies.
+
+Expected = dict[str, set[str]]
+
+
+def in_place(x: torch.Tensor, tp: str) -> Any:
+    y = x.clone()
+    before = y.sum()
+    OPS.wait_tensor(OPS.all_reduce_(y, "sum", tp))
+    return before, y * 2  # not the wait's result
+
+
+def operand_written(x: torch.Tensor, tp: str) -> Any:
+    y = x * 2
+    gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(y, 2, tp))
+    y.add_(1)
+    return gathered.sum(), y
+
+
+def lists_written(x: torch.Tensor, tp: str) -> Any:
+    y, z = x * 2, x * 3
+    a, b = OPS.all_reduce_coalesced_([y, z], "sum", tp)
+    OPS.wait_tensor(a)
+    read = y.sin()
+    OPS.wait_tensor(b)
+    return read, z.cos()
+
+
+def batch_norm(x: torch.Tensor, tp: str) -> Any:
+    mean, var = x[0].clone(), x[1].clone()
+    before = mean * 2
+    y = ATEN.native_batch_norm(x, None, None, mean, var, True, 0.1, 1e-5)[0]
+    return before, y, mean + 1, var + 1
+
+
+def copied_in(x: torch.Tensor, tp: str) -> Any:
+    import torch._inductor.fx_passes.bucketing  # registers operators
+
+    buffer, out = x.new_zeros(32), x.new_zeros(2, 4)
+    torch.ops.fsdp.all_gather_copy_in([x.view(-1)], buffer, [16], 16, 1)
+    torch.ops.fsdp.chunk_cat([x[0], x[1]], 0, 2, out=out)
+    return buffer + 1, torch.ops.bucketing._pre_bucket_reduce_scatter([x[0], x[1]], 2) * 2, out - 1, x.sin()
+
+
+def random_branch(x: torch.Tensor, tp: str) -> Any:
+    before = torch.rand_like(x)
+    return before, torch.cond(x.sum() > 0, torch.rand_like, torch.cos, (x,)), torch.randn_like(x)
+
+
+def compared(x: torch.Tensor, tp: str) -> Any:
+    results, digest = [], torch.zeros(16, dtype=torch.uint8)
+    for call in range(2):
+        torch.ops.spanwise.compare_call(digest, tp, [0, 1], f"call {call}", "", [1], None)
+        results.append(OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, tp)).sin())
+    return results
+
+
+def waits_for_another_graph(x: torch.Tensor, tp: str) -> Any:
+    y = x + 1
+    begun = OPS.all_gather_into_tensor(y.sin(), 2, tp)
+    return OPS.wait_tensor(x) * 2, OPS.wait_tensor(begun), y.cos()
+
+
+FOLLOWS: list[tuple[Callable[[torch.Tensor, str], Any], Expected]] = [
+    (in_place, {"all_reduce_": {"clone", "sum_1"}, "mul": {"wait_tensor"}}),
+    (operand_written, {"add_": {"wait_tensor"}}),
+    (lists_written, {"sin": {"wait_tensor"}, "cos": {"wait_tensor_1"}}),
+    (batch_norm, {"native_batch_norm": {"mul"}, "add": {"native_batch_norm"}, "add_1": {"native_batch_norm"}}),
+    (copied_in, {"add": {"all_gather_copy_in"}, "sub": {"chunk_cat"}, "mul": {"_pre_bucket_reduce_scatter"}}),
+    (random_branch, {"cond": {"rand_like"}, "randn_like": {"cond"}}),
+    (compared, {"all_gather_into_tensor": {"compare_call"}, "all_gather_into_tensor_1": {"compare_call_1"},
+                "compare_call_1": {"compare_call"}}),
+    (waits_for_another_graph, {"wait_tensor": {"sin", "all_gather_into_tensor"}, "mul": {"wait_tensor"}}),
+]  # fmt: skip
+# Nodes that do not follow others, neither directly nor over other nodes.
+APART = {
+    "lists_written": [("sin", "wait_tensor_1"), ("wait_tensor_1", "sin")],
+    "copied_in": [("sin", "chunk_cat"), ("chunk_cat", "all_gather_copy_in")],
+    "compared": [("sin", "compare_call_1"), ("compare_call_1", "wait_tensor")],
+    "waits_for_another_graph": [("cos", "wait_tensor")],
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), FOLLOWS, ids=lambda value: getattr(value, "__name__", ""))
+def test_nodes_follow_what_they_must(
+    groups: dict[str, str], function: Callable[[torch.Tensor, str], Any], expected: Expected
+) -> None:
+    gm = make_fx(lambda x: function(x, groups["tp"]), tracing_mode="fake")(torch.randn(4, 4))
+    captured = to_dag(gm, one)
+    for name, before in expected.items():
+        assert before <= deps(captured, name), name
+    for later, earlier in APART.get(function.__name__, ()):
+        assert not follows(captured, later, earlier), (later, earlier)
+    assert captured.barriers == ()
+    assert len(captured.outside_waits) == (function is waits_for_another_graph)
+
+
+def test_a_collective_without_a_wait_keeps_its_memory(groups: dict[str, str]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        y = x * 2
+        started = OPS.all_gather_into_tensor(y, 2, groups["tp"])
+        return started, x + 1, x + 2
+
+    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
+    y, gathered, *_ = captured.dag.storages
+    assert y.kept and gathered.kept  # whichever node comes last
+
+
 def test_memory_that_only_the_storages_show() -> None:
     """Shared by fake tensors and not by schemas, and by schemas that may copy and do not, or do."""
 
@@ -320,39 +376,6 @@ def test_memory_that_only_the_storages_show() -> None:
         return graph.call_function(ATEN._unsafe_view.default, (y, [4, 4]))
 
     assert storages(to_dag(by_hand(unsafe), one)) == {"clone": 64}
-
-
-def test_writes_that_no_schema_tells() -> None:
-    def normed(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Any:
-        before = mean * 2
-        y = ATEN.native_batch_norm(x, None, None, mean, var, True, 0.1, 1e-5)[0]
-        return before, y, mean + 1, var + 1
-
-    captured = to_dag(make_fx(normed, tracing_mode="fake")(torch.randn(4, 4), torch.zeros(4), torch.ones(4)), one)
-    assert deps(captured, "native_batch_norm") == {"mul"}
-    assert deps(captured, "add") == deps(captured, "add_1") == {"native_batch_norm"}
-
-    def sharded(x: torch.Tensor) -> Any:
-        buffer = torch.zeros(8)
-        torch.ops.fsdp.all_gather_copy_in([x], buffer, [4], 4, 1)
-        return buffer + 1
-
-    captured = to_dag(make_fx(sharded, tracing_mode="fake")(torch.ones(4)), one)
-    assert "all_gather_copy_in" in deps(captured, "add")
-
-
-def test_lists_that_are_written_stay_apart(groups: dict[str, str]) -> None:
-    def function(x: torch.Tensor) -> Any:
-        y, z = x * 2, x * 3
-        a, b = OPS.all_reduce_coalesced_([y, z], "sum", groups["dp"])
-        OPS.wait_tensor(a)
-        read = y.sin()
-        OPS.wait_tensor(b)
-        return read, z.cos()
-
-    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
-    assert "wait_tensor" in deps(captured, "sin") and not follows(captured, "sin", "wait_tensor_1")
-    assert "wait_tensor_1" in deps(captured, "cos") and not follows(captured, "wait_tensor_1", "sin")
 
 
 def test_attributes_that_are_one_tensor() -> None:
@@ -403,16 +426,6 @@ def test_items_that_are_no_tensors_need_no_value() -> None:
             items[at].meta["val"] = found.meta["val"][at]
     dag = to_dag(fx.GraphModule(torch.nn.Module(), graph), one).dag
     assert [storage.num_bytes for storage in dag.storages if storage.kept] == [64, 4] and dag.compute_ms == 1.0
-
-
-def test_items_of_tuples_that_are_written_out() -> None:
-    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
-        y = graph.call_function(ATEN.clone.default, (x,))
-        item = graph.call_function(operator.getitem, ((x, y), 1))
-        graph.call_function(ATEN.add_.Scalar, (y, 1))
-        return graph.call_function(ATEN.cos.default, (item,))
-
-    assert "add_" in deps(to_dag(by_hand(build), one), "cos")
 
 
 # Order.
@@ -498,25 +511,6 @@ def test_assertions_on_sizes_are_free() -> None:
     assert [node.ms for node in captured.dag.nodes] == [0.0, 0.0, 1.0]
 
 
-def test_collectives_stay_after_the_comparison_of_their_call(groups: dict[str, str]) -> None:
-    """And nothing else does: attention of one call may overlap with the collectives of the next."""
-    tp = groups["tp"]
-
-    def function(x: torch.Tensor, digest: torch.Tensor) -> Any:
-        results = []
-        for call in range(2):
-            torch.ops.spanwise.compare_call(digest, tp, [0, 1], f"call {call}", "", [1], None)
-            results.append(OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, tp)).sin())
-        return results
-
-    gm = make_fx(function, tracing_mode="fake")(torch.randn(4), torch.zeros(16, dtype=torch.uint8))
-    captured = to_dag(gm, one)
-    assert captured.barriers == () and deps(captured, "sin") == {"wait_tensor"}
-    assert deps(captured, "all_gather_into_tensor") == {"compare_call"}
-    assert deps(captured, "all_gather_into_tensor_1") == {"compare_call_1"}
-    assert deps(captured, "compare_call_1") == {"compare_call"}
-
-
 def test_python_functions_that_are_no_arithmetic_are_barriers() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> Any:
         size = graph.call_function(ATEN.sym_size.int, (x, 0))
@@ -543,44 +537,6 @@ def test_a_wait_for_unknown_communication_is_a_barrier() -> None:
 
     captured = to_dag(by_hand(build), one)
     assert captured.barriers == (1, 3, 5, 6) and not captured.dag.starts
-
-
-def test_a_wait_for_a_collective_of_another_graph_is_a_wait(groups: dict[str, str]) -> None:
-    """It holds its readers, no others, and does not come before compute and collectives that it follows."""
-
-    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
-        before = y.sin()
-        y.view(-1)  # takes no time, and may run first
-        waited = OPS.wait_tensor(x)
-        gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(y, 2, groups["tp"]))
-        return before, waited * 2, y.cos(), gathered
-
-    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.ones(4), torch.ones(4)), one)
-    assert captured.barriers == () and captured.outside_waits == (2,)
-    assert captured.dag.nodes[2].ms == 0 and captured.dag.nodes[2].kind == Kind.COMPUTE
-    assert deps(captured, "wait_tensor") == {"sin"} and deps(captured, "mul") == {"wait_tensor"}
-    assert deps(captured, "cos") == deps(captured, "all_gather_into_tensor") == set()
-
-    def started(x: torch.Tensor, y: torch.Tensor) -> Any:
-        begun = OPS.all_gather_into_tensor(y.sin(), 2, groups["tp"])
-        return OPS.wait_tensor(x), OPS.wait_tensor(begun)
-
-    captured = to_dag(make_fx(started, tracing_mode="fake")(torch.ones(4), torch.ones(4)), one)
-    assert deps(captured, "wait_tensor") == {"sin", "all_gather_into_tensor"}
-
-
-def test_copies_of_buckets_are_compute() -> None:
-    """torch's own buckets copy in by operators of their own; nothing of them communicates."""
-    import torch._inductor.fx_passes.bucketing  # registers them
-
-    def function(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> Any:
-        packed = torch.ops.bucketing._pre_bucket_reduce_scatter([x, y], 2)
-        torch.ops.fsdp.chunk_cat([x, y], 0, 2, out=out)
-        return packed * 2, out + 1, x.sin()
-
-    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.ones(4), torch.ones(4), torch.zeros(2, 4)), one)
-    assert captured.barriers == () and deps(captured, "sin") == deps(captured, "chunk_cat") == set()
-    assert deps(captured, "mul") == {"_pre_bucket_reduce_scatter"} and deps(captured, "add") == {"chunk_cat"}
 
 
 def test_a_backward_frees_what_its_forward_saved() -> None:
@@ -629,15 +585,6 @@ def test_subgraphs_are_looked_into(groups: dict[str, str]) -> None:
 
     assert branches(lambda y: y + 1).barriers == ()
     assert len(branches(lambda y: OPS.wait_tensor(OPS.all_reduce(y, "sum", groups["tp"]))).barriers) == 1
-
-
-def test_a_subgraph_that_draws_random_numbers_keeps_its_turn() -> None:
-    def function(x: torch.Tensor) -> Any:
-        before = torch.rand_like(x)
-        return before, torch.cond(x.sum() > 0, torch.rand_like, torch.cos, (x,)), torch.randn_like(x)
-
-    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4)), one)
-    assert "rand_like" in deps(captured, "cond") and "cond" in deps(captured, "randn_like")
 
 
 def test_what_an_unknown_call_returns_may_be_its_argument() -> None:

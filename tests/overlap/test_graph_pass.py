@@ -255,20 +255,6 @@ def test_sizes_may_be_open(results: list[overlap.Result]) -> None:
         overlap.graph_pass(cost=costs, sizes=None)(gm, inputs())
 
 
-def test_a_joint_graph_is_scheduled_across_its_border(results: list[overlap.Result]) -> None:
-    mode = _torch.fake_mode()
-    x, shards = inputs()
-    with mode:
-        given = [_torch.to_fake(mode, x), *(_torch.to_fake(mode, s).requires_grad_() for s in shards)]
-        gm = _torch.joint_graph(lambda x, *shards: (loss(x, list(shards)),), given)
-    new = overlap.graph_pass(cost=costs, on_result=results.append, bucket=False)(gm, ())
-    assert results[0].timeline.makespan < 0.85 * results[0].before.makespan
-    assert [n.name for n in new.graph.nodes if n.op == "placeholder"] == [
-        n.name for n in gm.graph.nodes if n.op == "placeholder"
-    ]
-    new.graph.lint()
-
-
 def test_fake_ranks_do_not_compare() -> None:
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=_torch.fake_store())
     try:

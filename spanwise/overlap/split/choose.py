@@ -21,7 +21,7 @@ from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.split.region import Region, find_regions
-from spanwise.overlap.split.rewrite import CannotSplit, Made, Values, rewrite
+from spanwise.overlap.split.rewrite import CannotSplit, Made, rewrite
 from spanwise.overlap.split.tokenwise import COLLECTIVES, Cut, is_product_of_rows
 
 PIECES = (2, 4, 8)
@@ -162,7 +162,6 @@ class _Trials:
 
     def __init__(self, gm: fx.GraphModule, cost: Cost, optimize: Optimizer, makespan: float) -> None:
         self.gm, self.cost, self.optimize, self.makespan = gm, cost, optimize, makespan
-        self.values = Values()
         self.names = frozenset(node.name for node in gm.graph.nodes)
         self.best: Trial | None = None
 
@@ -188,7 +187,7 @@ class _Trials:
             return math.inf
         module = _torch.copy_module(self.gm)
         try:
-            made = rewrite(module.graph, cuts, region.tokens, pieces, self.values)
+            made = rewrite(module.graph, cuts, region.tokens, pieces)
         except CannotSplit:
             return math.inf
         cost = PieceCost(self.cost, made.rows, self.names)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,74 +42,36 @@ class Made:
     copies: list[str] = dataclasses.field(default_factory=list)
 
 
-class Values:
-    """Values by operator and arguments: copies of one graph, cut in several ways, have most of their new nodes alike.
-
-    In one graph each value belongs to one node, because two results do not share memory.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[Any, Any]] = {}  # with the arguments, which keeps their identities
-        self._taken: Counter[Any] = Counter()
-
-    def next_graph(self) -> None:
-        """Let nodes of another graph have the known values."""
-        self._taken.clear()
-
-    def of(self, node: fx.Node) -> Any:
-        """The value of a node; raises whatever its operator raises."""
-        given = [arg.meta.get("val") for arg in node.all_input_nodes]
-        call = node.target, _hashable(node.args), _hashable(node.kwargs)
-        key = call, self._taken[call]
-        if key not in self._known:
-            self._known[key] = _value(node), given
-        self._taken[call] += 1
-        return self._known[key][0]
-
-
-def _hashable(value: Any) -> Any:
-    """An argument, with the identities of values for nodes."""
-    if isinstance(value, fx.Node):
-        return fx.Node, id(value.meta.get("val"))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((name, _hashable(item)) for name, item in value.items())
-    return type(value), value
-
-
 def _value(node: fx.Node) -> Any:
     """What an operator returns for the values of its arguments; collectives of fake tensors send nothing."""
     values = [tensor for arg in node.all_input_nodes for tensor in tensors_in(arg.meta.get("val"))]
     modes = {id(mode): mode for mode in map(_torch.fake_mode_of, values)}
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     mode = next(iter(modes.values())) if len(modes) == 1 else None
-    if mode is None:  # real tensors, or those of several modes
-        mode = _torch.fake_mode()
-        convert = lambda x: _fake(mode, x) if isinstance(x, torch.Tensor) else x  # noqa: E731
-        args, kwargs = _torch.tree_map(convert, (args, kwargs))
     target: Any = node.target
-    with mode, torch.no_grad():
+    with mode or _torch.fake_mode(), torch.no_grad():
+        if mode is None:  # real tensors, or those of several modes
+            args, kwargs = _torch.tree_map(_fake, (args, kwargs))
         return args[0] if target is WAIT else target(*args, **kwargs)
 
 
-def _fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
-    with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+def _fake(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def rewrite(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int, values: Values | None = None) -> Made:
+def rewrite(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int) -> Made:
     """Replace each node that `cuts` names by its pieces, in place; equal graphs become equal, and compute the same.
 
     Args:
         tokens: size of the region's token axis on a rank. Pieces differ by at most one token.
-        values: known from rewrites of other copies of the graph.
 
     Raises:
         CannotSplit: a piece cannot be made. The graph is then of no use.
     """
     nodes = list(graph.nodes)
-    work = _Rewrite(graph, {node: cuts[node.name] for node in nodes if node.name in cuts}, tokens, pieces, values)
+    work = _Rewrite(graph, {node: cuts[node.name] for node in nodes if node.name in cuts}, tokens, pieces)
     for node in nodes:
         if node in work.cuts:
             work.cut(node)
@@ -125,12 +86,8 @@ def rewrite(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int, 
 class _Rewrite:
     """Pieces and whole tensors of the nodes so far."""
 
-    def __init__(
-        self, graph: fx.Graph, cuts: Mapping[fx.Node, Cut], tokens: int, pieces: int, values: Values | None
-    ) -> None:
+    def __init__(self, graph: fx.Graph, cuts: Mapping[fx.Node, Cut], tokens: int, pieces: int) -> None:
         self.graph, self.cuts, self.tokens, self.bounds = graph, cuts, tokens, bounds(tokens, pieces)
-        self.values = values or Values()
-        self.values.next_graph()
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
         self.taken: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
         self.opened: dict[tuple[fx.Node, Cut], fx.Node] = {}
@@ -162,7 +119,7 @@ class _Rewrite:
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=f"{like.name}_piece")
         node.meta = {name: value for name, value in like.meta.items() if name not in _OF_VALUE}
         try:
-            node.meta["val"] = self.values.of(node)
+            node.meta["val"] = _value(node)
         except Exception as error:  # an operator may raise anything
             self.graph.erase_node(node)
             raise CannotSplit(f"{target} of a piece of {like.name!r}: {type(error).__name__}: {error}") from error

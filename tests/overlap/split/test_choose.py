@@ -31,9 +31,8 @@ def slow_network(graphs: Graphs, half_rate: int = 0) -> CostModel:
     return cost
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_llama_forward_beats_the_bound_of_the_whole_graph(batch: int) -> None:
-    graphs = capture(dataclasses.replace(LLAMA, batch=batch))
+def test_a_llama_forward_beats_the_bound_of_the_whole_graph() -> None:
+    graphs = capture(LLAMA)
     cost = CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
     before = state(graphs.forward)
     whole = overlap.optimize(graphs.forward, cost)
@@ -92,7 +91,6 @@ def test_costs_must_know_pieces() -> None:
     assert overlap.optimize(graphs.forward, table).split is None
 
 
-@pytest.mark.slow
 def test_few_rows_are_slower() -> None:
     """A product of M rows runs at M / (M + 256): with 14 rows a piece nothing is worth it."""
     graphs = graphs_on(0, SMALL)
