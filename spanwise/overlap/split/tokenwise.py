@@ -259,14 +259,15 @@ def legal(node: fx.Node, cut: Cut, tokens: int) -> dict[fx.Node, Cut] | None:
     if not all(_has(x, cut, tokens) for x in results):
         return None
     pairs: Pairs | None = None
-    if node.target in VIEWS and len(args) == 1:
+    given = dict(arguments(node, known))
+    if node.target in VIEWS and len(args) == 1 and given.get("step", 1) == 1:  # `piece_call` keeps no steps
         shape = _shape(args[0])
         views = _views(node)
         before = _before_view(shape, views[0], cut, tokens)
         if before and all(through_view(shape, view, before, tokens) == cut for view in views):
             pairs = [(args[0], before)]
     elif node.target in TABLE:
-        pairs = TABLE[node.target](node, dict(arguments(node, known)), cut)
+        pairs = TABLE[node.target](node, given, cut)
     elif known.pointwise and isinstance(node.target, _torch.OpOverload):
         pairs = _pointwise(node, {}, cut)
     if pairs is None:
