@@ -155,30 +155,21 @@ class _Growth:
     def __init__(self, graph: fx.Graph, tokens: int, group: str, stops: set[fx.Node]) -> None:
         self.graph, self.tokens, self.group, self.stops = graph, tokens, group, stops
         self.cuts: dict[fx.Node, Cut] = {}
-        self.place = {node: at for at, node in enumerate(graph.nodes)}
 
     def region(self, starts: Sequence[fx.Node], dim: int) -> dict[fx.Node, Cut]:
         """Cuts of all that can be cut with these collectives if `dim` of their results has the tokens."""
         for start in starts:
-            shape, before, after = tensors_of(start)[0].shape, {}, {}
-            if dim >= len(shape) or not shape[dim] or shape[dim] % self.tokens:
+            shape = tensors_of(start)[0].shape
+            if start in self.cuts or dim >= len(shape) or not shape[dim] or shape[dim] % self.tokens:
                 continue
             cut = Cut(dim, shape[dim] // self.tokens)
             if legal(start, cut, self.tokens) is None:
                 continue
-            if start.target is not ALL_GATHER:
-                if not (before := self.to_product(start, cut)):
-                    continue
-            elif start not in self.cuts:
-                after = self.forward(start, cut)
-                if not _num_products(after):
-                    continue
-            for node, of_node in before.items():
-                if self.cuts.setdefault(node, of_node) == of_node:
-                    self.cuts.update(self.forward(node, of_node))
-            if start not in self.cuts:
-                self.cuts.update(after or self.forward(start, cut))
-        self.backward()
+            gathers = start.target is ALL_GATHER
+            found = self.forward({start: cut}) if gathers else self.behind({start: cut})
+            if any(is_product_of_rows(*pair) if gathers else makes_rows(*pair) for pair in found.items()):
+                self.cuts.update(found if gathers else self.forward(found))
+        self.cuts.update(self.behind(self.cuts))
         items = {n for n in self.cuts if n.target is operator.getitem and n.args[0] not in self.cuts}
         return {node: self.cuts[node] for node in self.graph.nodes if node in self.cuts and node not in items}
 
@@ -187,9 +178,9 @@ class _Growth:
             return False
         return node.target not in COLLECTIVES or group_of(node) == self.group
 
-    def forward(self, node: fx.Node, cut: Cut) -> dict[fx.Node, Cut]:
-        """`node` and all that follow from it token by token."""
-        found, todo = {node: cut}, [node]
+    def forward(self, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, Cut]:
+        """These nodes and all that follow from them token by token."""
+        found, todo = dict(cuts), list(cuts)
         for source in todo:
             for user in source.users:
                 if user in found or user in self.cuts or not self.allows(user):
@@ -202,35 +193,22 @@ class _Growth:
                         break
         return found
 
-    def to_product(self, node: fx.Node, cut: Cut) -> dict[fx.Node, Cut]:
-        """What leads to `node` from products of rows or look-ups of rows, these included; empty if there are none."""
-        seen, todo = {node: cut}, [node]
-        for user in todo:
-            for arg, of_arg in (legal(user, seen[user], self.tokens) or {}).items():
-                allowed = self.allows(arg) and arg.target not in COLLECTIVES
-                if arg not in seen and allowed and legal(arg, of_arg, self.tokens) is not None:
-                    seen[arg] = of_arg
-                    if not makes_rows(arg, of_arg):
-                        todo.append(arg)
-        found: dict[fx.Node, Cut] = {}
-        for arg in sorted(seen.keys() - {node}, key=self.place.__getitem__):
-            if makes_rows(arg, seen[arg]) or any(before in found for before in arg.all_input_nodes):
-                found[arg] = seen[arg]
+    def behind(self, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, Cut]:
+        """These nodes and all that only they, or other nodes of the region, read."""
+        found, todo = dict(cuts), list(cuts)
+        for reader in todo:
+            for node in reader.all_input_nodes:
+                waits = node.target in COLLECTIVES or node.target is WAIT
+                if node in found or node in self.cuts or waits or not self.allows(node):
+                    continue
+                of_users = [found.get(user) or self.cuts.get(user) for user in node.users]
+                if all(of_users):
+                    known = [legal(user, of, self.tokens) for user, of in zip(node.users, of_users, strict=True)]  # type: ignore[arg-type]
+                    (cut, *more) = {(one or {}).get(node) for one in known}
+                    if cut is not None and not more and legal(node, cut, self.tokens) is not None:
+                        found[node] = cut
+                        todo.append(node)
         return found
-
-    def backward(self) -> None:
-        """Add nodes that only the region reads."""
-        for node in reversed(self.graph.nodes):
-            waits = node.target in COLLECTIVES or node.target is WAIT
-            if node in self.cuts or not self.allows(node) or waits or not node.users:
-                continue
-            cuts = set()
-            for user in node.users:
-                known = legal(user, self.cuts[user], self.tokens) if user in self.cuts else None
-                cuts.add((known or {}).get(node))
-            (cut, *more) = cuts
-            if cut is not None and not more and legal(node, cut, self.tokens) is not None:
-                self.cuts[node] = cut
 
 
 def _segments(cuts: Mapping[fx.Node, Cut]) -> dict[str, tuple[tuple[fx.Node, ...], ...]]:
