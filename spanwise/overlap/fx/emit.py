@@ -157,15 +157,12 @@ def _check_members(captured: Captured, members: Sequence[Sequence[int]]) -> None
 def _check_order(dag: Dag, order: Sequence[int], members: Sequence[Sequence[int]]) -> None:
     if sorted(order) != list(range(len(members))):
         raise ValueError(f"an order of {len(members)} nodes has each of them once, got {len(order)} numbers")
-    place = [0] * len(dag)
-    for at, unit in enumerate(order):
-        for i in members[unit]:
-            place[i] = at
-    for i, node in enumerate(dag.nodes):
-        for dep in node.deps:
-            if place[dep] >= place[i]:
-                how = "is merged with" if place[dep] == place[i] else "comes before"
-                raise GraphError(node.name, f"it {how} {dag.nodes[dep].name!r}, on which it depends")
+    dag.check_order([i for at in order for i in members[at]])
+    for unit in members:
+        for i in unit if len(unit) > 1 else ():
+            if found := set(unit).intersection(dag.nodes[i].deps):
+                text = f"it is merged with {dag.nodes[found.pop()].name!r}, on which it depends"
+                raise GraphError(dag.nodes[i].name, text)
 
 
 def _output_of(captured: Captured, graph: fx.Graph) -> list[fx.Node]:
