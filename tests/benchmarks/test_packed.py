@@ -19,15 +19,6 @@ def test_all_plans_hold_the_same_documents() -> None:
         assert plans["unpadded"].seq_len == 2048 < plans["padded"].seq_len < 2048 + 2 * num_ranks * len(cu_seqlens)
 
 
-def test_a_row_adds_up() -> None:
-    cu_seqlens = np.array([0, 3, 40, 64])
-    row = packed.measure("documents", cu_seqlens, 4, 2)
-    assert row["documents"] == 3 and row["padding_share"] == 1 - 64 / 72
-    for way in ("padded", "unpadded", "local"):
-        assert 0 < row[way]["busiest"]["min"] <= row[way]["busiest"]["median"] <= row[way]["total"]["median"]
-        assert row[way]["ratio"] == row[way]["busiest"]["min"] / row["padded"]["busiest"]["min"]
-
-
 def test_padding_gets_no_output_and_no_gradient() -> None:
     plan = packed.plans(np.array([0, 3, 40, 64]), 4)["padded"]
     out, dq, *_ = packed.rank_step(plan, 0)()

@@ -39,31 +39,6 @@ def test_one_number_is_fitted_on_the_smallest_row_and_never_on_packed_masks(tmp_
     assert (result["all"]["expressed"], result["all"]["errors"], result["all"]["tau"]) == (4, 3, 1.0)
 
 
-def test_kendall_counts_pairs_in_the_same_order() -> None:
-    def group(*times: tuple[float, float]) -> list[dict[str, float]]:
-        return [{"measured": a, "predicted": b} for a, b in times]
-
-    assert published.kendall(group((1, 2), (2, 3), (3, 9))) == 1
-    assert published.kendall(group((1, 2), (2, 3), (3, 2.5))) == pytest.approx(1 / 3)
-    assert published.kendall(group((1, 2), (2, 2))) == 0  # told apart by others, not by us
-    assert published.kendall(group((1, 2))) is None
-
-
-@pytest.mark.parametrize(
-    "words, found",
-    [
-        ("ring_p2p", ("zigzag", 16, 1)), ("usp", ("zigzag", 2, 8)), ("usp 8x2", ("zigzag", 2, 8)),
-        ("LoongTrain HP8/CP2", ("zigzag", 2, 8)), ("ulysses2 x allgather8", ("gather", 8, 2)),
-        ("stripe", ("stripe", 16, 1)),
-        ("DS-Ulysses (HP16)", ("zigzag", 1, 16)), ("torch context_parallel", ("gather", 16, 1)),
-        ("ring", ("ring", 16, 1)),
-    ],
-)  # fmt: skip
-def test_methods_are_read_from_words(words: str, found: tuple[str, int, int]) -> None:
-    method = attention.method_of(words, 16)
-    assert (method.style, method.ring, method.ulysses) == found
-
-
 def problem(packs: tuple[tuple[int, ...], ...], *, causal: bool = True) -> attention.Problem:
     return attention.Problem(packs, causal, 64, 8, 128, machines.H100, machines.H100.kernel("flash 3"))
 
