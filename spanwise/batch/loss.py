@@ -156,36 +156,35 @@ def _fused(
     device, dtype = x.device.type, torch.promote_types(x.dtype, weight.dtype)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    chosen = None
-    for name in _PACKAGES if kernel == "auto" else _PACKAGES.keys() & {kernel}:
-        dtypes = (torch.bfloat16, torch.float16) if name == "cce" else (torch.bfloat16, torch.float16, torch.float32)
-        reasons = (
-            (device != FUSED_DEVICE, f"needs a {FUSED_DEVICE} device, got hidden on {x.device}"),
-            (ranks > 1, f"needs the whole vocabulary, got one shared by {ranks} ranks"),
-            (dtype not in dtypes, f"takes no {dtype}"),
-            (name == "liger" and each, 'has no gradients for reduction "none" in all its versions'),
-        )
-        why_not = next((reason for holds, reason in reasons if holds), None)
-        if why_not is None and importlib.util.find_spec(_PACKAGES[name]) is not None:
-            chosen = name
+    for name, package in _PACKAGES.items():
+        if kernel not in ("auto", name):
+            continue
+        reasons = {
+            f"needs a {FUSED_DEVICE} device, got hidden on {x.device}": device != FUSED_DEVICE,
+            f"needs the whole vocabulary, got one shared by {ranks} ranks": ranks > 1,
+            f"takes no {dtype}": dtype not in (torch.bfloat16, torch.float16, *[torch.float32] * (name == "liger")),
+            'has no gradients for reduction "none" in all its versions': name == "liger" and each,
+        }
+        why_not = next((reason for reason, holds in reasons.items() if holds), None)
+        if why_not is None and importlib.util.find_spec(package) is not None:
             break
         if kernel == name and why_not is not None:
             raise ValueError(f'kernel "{kernel}" {why_not}; use kernel="chunked"')
         if kernel == name:
-            raise ImportError(f'kernel "{kernel}" needs the package {_PACKAGES[name]}, which is not installed')
-    if chosen is None or not x.numel():  # a grid of no blocks cannot be launched
+            raise ImportError(f'kernel "{kernel}" needs the package {package}, which is not installed')
+    else:
         return None
-    x, weight, bias = x.to(dtype).contiguous(), weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype)
-    options: dict[str, Any] = {"bias": bias, "ignore_index": IGNORE_INDEX, "softcap": softcap}
+    if not x.numel():
+        return None  # a grid of no blocks cannot be launched
+    x, weight = x.to(dtype).contiguous(), weight.to(dtype).contiguous()
+    options: dict[str, Any] = {"bias": None if bias is None else bias.to(dtype), "softcap": softcap}
+    options |= {"ignore_index": IGNORE_INDEX, "reduction": "none" if each else "sum"}
     with torch.autocast(device, enabled=False):
-        if chosen == "cce":
-            options |= {"reduction": "none" if each else "sum", "impl": "cce_exact"}
-            found = importlib.import_module(_PACKAGES["cce"]).linear_cross_entropy(x, weight, labels, **options)
-        else:
-            options |= {"reduction": "sum", "accum_dtype": torch.float32}
-            library = importlib.import_module("liger_kernel.transformers.functional")
-            found = library.liger_fused_linear_cross_entropy(x.flatten(0, -2), weight, labels.flatten(), **options)
-    return found.float()
+        if name == "cce":
+            call = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+            return call(x, weight, labels, impl="cce_exact", **options).float()
+        call = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+        return call(x.flatten(0, -2), weight, labels.flatten(), accum_dtype=torch.float32, **options).float()
 
 
 def _check(labels: torch.Tensor, num_valid: Any, weights: torch.Tensor | None) -> None:
