@@ -186,7 +186,7 @@ def _refused(rank: int, mesh: Any) -> None:
     titan.apply_cp_to_forward(_inner(model), mesh)
     with pytest.raises(ValueError, match="with their own forward, got FlexAttention"):
         titan.apply_cp_to_forward(_inner(model), mesh)
-    with pytest.raises(ValueError, match="needs the plan .* got NoneType"):
+    with pytest.raises(ValueError, match="must be the plan .* got NoneType"):
         model(inputs, positions)
     with pytest.raises(ValueError, match=r"must be \[B, S\] = \(2, 101\)"):
         prepare(inputs, labels[:1], {"positions": positions})
