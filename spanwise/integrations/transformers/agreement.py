@@ -38,7 +38,7 @@ class Parameters:
 
 
 def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tuple[nn.Module, Parameters]]) -> None:
-    """Compare a batch, and the parameters of models, over `mesh`; one all-reduce of 32 bytes an axis.
+    """Compare tensors and numbers of a batch, and parameters of models, over `mesh`; an all-reduce of 32 bytes an axis.
 
     Embeddings are not compared: ranks may have computed them, and kernels need not give the same bits twice.
 
@@ -50,7 +50,10 @@ def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tupl
     if mesh.size() == 1:
         return
     record(Call("a batch"), *mesh_ranks(mesh))
-    tensors = [batch[n] for n in sorted(batch) if isinstance(batch[n], torch.Tensor) and n != "inputs_embeds"]
+    compared = [
+        n for n, x in sorted(batch.items()) if isinstance(x, (torch.Tensor, int, float)) and n != "inputs_embeds"
+    ]
+    tensors = [torch.as_tensor(batch[n]) for n in compared]
     weights = _total([x.checksum(model, mesh) for model, x in models if torch.is_grad_enabled()])
     same_batch, same_weights = _are_same([_total([_checksum(x.detach()) for x in tensors]), weights], mesh)
     if not same_batch:

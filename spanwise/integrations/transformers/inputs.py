@@ -17,27 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise._torch import tree_leaves, tree_map
-from spanwise.integrations.transformers import corrections
+from spanwise.integrations.transformers import batches, corrections
 from spanwise.integrations.transformers.agreement import Parameters, check_same
 from spanwise.integrations.transformers.attention import PREFIX
-from spanwise.integrations.transformers.batches import (
-    ARGUMENT,
-    DESCRIPTIONS,
-    Batch,
-    Documents,
-    PlannedBatch,
-    empty_mask,
-    find_documents,
-    marked,
-    shard,
-)
-from spanwise.integrations.transformers.masks import (
-    NO_ATTENTION,
-    mask_names,
-    plan_documents,
-    reads_later_tokens,
-    span_masks,
-)
+from spanwise.integrations.transformers.batches import ARGUMENT, DESCRIPTIONS, Batch, Documents, PlannedBatch
+from spanwise.integrations.transformers.masks import NO_ATTENTION, is_marked, mask_names, plan_documents, span_masks
 from spanwise.integrations.transformers.outputs import GlobalLoss
 from spanwise.planning.documents import packings
 from spanwise.recurrence import recurrence_route
@@ -116,7 +100,7 @@ def prepare(batch: Batch, model: Any, plan: spanwise.Plan | None = None) -> Any:
     mesh = sites[0].mesh
     if any(site.mesh != mesh or site.options != sites[0].options for site in sites):
         raise ValueError("models that share a batch need the same mesh and options in hf.context_parallel")
-    documents = find_documents(batch, mesh.size())
+    documents = batches.find_documents(batch, mesh.size())
     masks = [span_masks(config, documents, batch) for config in configs]
     if plan is None:
         plan = plan_documents(documents, masks, configs, mesh.size(), **sites[0].options)
@@ -137,7 +121,7 @@ def _arguments(
     _check_options(batch, model, names)
     positions, given, tree = documents.positions, batch.get("position_ids"), documents.tree
     last = (positions if given is None else documents.flat(given, given.dim() - 2)).max().view(1).to(device)
-    positions, blocks = spanwise.shard(local, x=positions.to(device)), reads_later_tokens(batch, config)
+    positions, blocks = spanwise.shard(local, x=positions.to(device)), is_marked(batch, config)
     edges = None if tree is None else spanwise.shard_edges(tree, plan, site.mesh, device=device)
     weights = batch.get("label_weights")
     if weights is not None:
@@ -167,7 +151,7 @@ def _arguments(
         if not counts and not own and "position_ids" in read:  # or encoders would get them
             arguments["position_ids"] = documents.restored(documents.positions[0]).to(device)
     if requested:
-        arguments["attention_mask"] = empty_mask(device, planned)
+        arguments["attention_mask"] = batches.empty_mask(device, planned)
     return arguments | labels | {"use_cache": False, ARGUMENT: planned}
 
 
@@ -219,14 +203,16 @@ def cut(given: Mapping[str, Any], planned: PlannedBatch, who: str) -> dict[str, 
                 f"{shape} tokens; merge it into inputs_embeds, leave it out, or train with data parallelism"
             )
         if isinstance(x, torch.Tensor) and tuple(x.shape[:2]) == shape:
-            result[name] = shard(planned, x)
+            result[name] = batches.shard(planned, x)
     positions = given.get("position_ids")
-    result["position_ids"] = planned.positions if positions is None else shard(planned, positions, positions.dim() - 2)
+    result["position_ids"] = (
+        planned.positions if positions is None else batches.shard(planned, positions, positions.dim() - 2)
+    )
     for mask, name in _FEATURES.items():
         if given.get(mask) is not None and given.get(name) is not None:
             visual = given[mask].view(shape)
             rows = (visual.flatten().cumsum(0) - 1).view(shape)
-            mine = shard(planned, rows)[shard(planned, visual)]
+            mine = batches.shard(planned, rows)[batches.shard(planned, visual)]
             result[name] = tree_map(lambda x, mine=mine: x.index_select(0, mine), given[name])
     return result
 
@@ -275,4 +261,4 @@ def _labels(batch: Batch, planned: PlannedBatch, site: Site, model: Any) -> dict
             flat = flat.roll(-1, 1)
             flat[:, documents.cu_seqlens[1:] - 1] = -100  # a last token predicts none
         own = spanwise.shard(planned.plan, x=flat)
-    return dict.fromkeys(("labels", "shift_labels"), marked(own, planned))
+    return dict.fromkeys(("labels", "shift_labels"), batches.marked(own, planned))

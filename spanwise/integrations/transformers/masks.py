@@ -142,7 +142,7 @@ def span_masks(config: Any, documents: Documents, batch: Batch) -> dict[str, spa
     return masks
 
 
-def reads_later_tokens(batch: Batch, config: Any) -> bool:
+def is_marked(batch: Batch, config: Any) -> bool:
     """Whether a batch marks tokens of a model that read each other in both directions."""
     rule = _rule_of(config)
     return rule is not None and batch.get(rule.argument) is not None

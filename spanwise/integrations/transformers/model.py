@@ -21,14 +21,7 @@ import spanwise
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters
 from spanwise.integrations.transformers.attention import KIND, PREFIX, keep_latents, register
-from spanwise.integrations.transformers.batches import (
-    ARGUMENT,
-    UNKNOWN,
-    empty_mask,
-    is_packed,
-    kind_of,
-    planned_of,
-)
+from spanwise.integrations.transformers.batches import ARGUMENT, UNKNOWN, empty_mask, is_packed, kind_of, planned_of
 from spanwise.integrations.transformers.indexed import defer
 from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, signature_of, site_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +19,7 @@ BATCH = {
     "inputs_embeds": torch.zeros(2),
     "pixels": torch.linspace(-1, 1, 12).view(3, 4),
     "task": "text",
+    "num_items_in_batch": 10,
 }
 # What the last rank has otherwise; equal sums of tokens, and a batch with its rows exchanged, among them.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -30,6 +28,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "a pixel": {"pixels": BATCH["pixels"] + torch.eye(3, 4) * 1e-6},
     "rows of pixels": {"pixels": BATCH["pixels"].flip(0)},
     "one more tensor": {"mask": torch.ones(1)},
+    "a count of labels": {"num_items_in_batch": 11},
 }
 
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM

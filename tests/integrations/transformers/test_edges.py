@@ -7,9 +7,6 @@ import io
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-
 from tests.integrations.transformers import images, tiny
 
 DOCUMENTS = images.documents_of((23, 41, 30), (True, False, True))

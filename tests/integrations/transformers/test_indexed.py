@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from spanwise.integrations import transformers as hf
 from spanwise.integrations.transformers import indexed
@@ -49,8 +45,7 @@ def _step(rank: int, mesh: Any, kind: str, batch: dict[str, Any], how: str) -> A
         model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
     loss = model(**batch).loss
     loss.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), {n: g.full_tensor() if isinstance(g, DTensor) else g.clone() for n, g in grads.items()}
+    return loss.item(), tiny.gradients(model)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 import torch
 import transformers
 from torch.nn import functional

@@ -6,9 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 import torch
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2

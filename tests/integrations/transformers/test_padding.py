@@ -6,11 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytest.importorskip("datasets", reason="datasets is not installed")
-
 import torch
 import torch.nn.functional as F
 

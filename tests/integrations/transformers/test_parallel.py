@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,18 +17,6 @@ from tests.ranks.gloo import GlooPool
 from tests.ranks.test_mismatch import mismatch
 
 LENGTHS = (23, 41, 7, 30)
-
-
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Whole gradients by name."""
-    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in held.items()}
-
-
-def _step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.item(), _gradients(model)
 
 
 def _shard(model: Any, mesh: Any, **options: Any) -> None:
@@ -47,7 +32,7 @@ def _with_fsdp(rank: int, mesh: Any, name: str, batch: dict[str, Any], first: st
     hf.context_parallel(model, mesh)
     if first == "cp":
         _shard(model, mesh)
-    return _step(model, batch)
+    return tiny.step(model, batch)
 
 
 @pytest.mark.parametrize("first", ["fsdp", "cp"])
@@ -68,7 +53,7 @@ def _in_bfloat16(rank: int, mesh: Any, name: str, batch: dict[str, Any]) -> Any:
     _shard(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     for layer in model.base_model.layers:  # FSDP2 casts and copies what is in arguments
         layer.register_forward_pre_hook(lambda m, a, k: ids.append(id(k["spanwise_plan"])), with_kwargs=True)
-    return _step(model, batch), len(set(ids))
+    return tiny.step(model, batch), len(set(ids))
 
 
 @pytest.mark.parametrize("kind", ["packed", "tree"])
@@ -89,7 +74,7 @@ def _with_replicas(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]
     both = mesh["dp", "cp"]
     hf.context_parallel(model, mesh["cp"], loss_mesh=both)
     _shard(model, both._flatten())
-    return _step(model, batches[mesh["dp"].get_local_rank()])
+    return tiny.step(model, batches[mesh["dp"].get_local_rank()])
 
 
 def test_replicas_with_unequal_tokens(gloo_pool: GlooPool) -> None:
@@ -126,7 +111,7 @@ def _with_tensor_parallelism(rank: int, mesh: Any, name: str, batch: dict[str, A
             sinks = distribute_tensor(layer.self_attn.sinks.detach(), mesh["tp"], [Shard(0)])
             layer.self_attn.sinks = torch.nn.Parameter(sinks)
     hf.context_parallel(model, mesh["cp"])
-    return _step(model, batch)
+    return tiny.step(model, batch)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", pytest.param("falcon_h1", marks=pytest.mark.slow)])
@@ -165,7 +150,7 @@ def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentr
     with torch.no_grad():
         model(**other)  # another batch before the recomputation of the first
     loss.backward()
-    return loss.item(), _gradients(model)
+    return loss.item(), tiny.gradients(model)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +169,7 @@ def test_checkpointing(gloo_pool: GlooPool, name: str, reentrant: bool) -> None:
 
 def _with_ddp(rank: int, mesh: Any, batch: dict[str, Any]) -> Any:
     model = tiny.model_of("llama")
-    result = _step(DistributedDataParallel(hf.context_parallel(model, mesh)), batch)
+    result = tiny.step(DistributedDataParallel(hf.context_parallel(model, mesh)), batch)
     return result[0], {name.removeprefix("module."): x for name, x in result[1].items()}
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("peft", reason="peft is not installed")
-
 import peft
+import pytest
 import torch
 
 from spanwise.integrations import transformers as hf

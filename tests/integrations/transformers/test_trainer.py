@@ -7,10 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytest.importorskip("datasets", reason="datasets is not installed")
-
 from tests.integrations.transformers import images, tiny
 from tests.integrations.transformers import trainer_runs as runs
 
@@ -42,6 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "evaluated at the start, packed": dict(EVALUATED, eval_on_start=True, collator=runs.pack_without_first),
     "evaluated in bfloat16": dict(EVALUATED, bf16_full_eval=True),
     "split batches": dict(dp=2, accelerator_config={"split_batches": True}, per_device_train_batch_size=4),
+    "bfloat16": dict(bf16=True, max_grad_norm=0.0, learning_rate=1e-4, close=5e-3),
     "whole batches alone": dict(dataloader_drop_last=True, max_steps=-1, num_train_epochs=2, data_seed=9),
 }
 
@@ -89,11 +86,6 @@ def test_steps(gloo_pool: Any, steps: int) -> None:
 def test_equal(gloo_pool: Any, name: str) -> None:
     names = (*runs.LOGGED, "eval_loss") if "eval_count" in RUNS[name] else runs.LOGGED
     compare(gloo_pool, runs.plain, *names, **RUNS[name])
-
-
-@pytest.mark.slow
-def test_bf16(gloo_pool: Any) -> None:
-    compare(gloo_pool, runs.plain, *runs.LOGGED, close=5e-3, bf16=True, max_grad_norm=0.0, learning_rate=1e-4)
 
 
 @pytest.mark.slow

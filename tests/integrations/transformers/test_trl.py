@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytest.importorskip("trl", reason="trl is not installed; it needs Python 3.11")
-pytest.importorskip("peft", reason="peft is not installed")
-
 import trl
 from transformers import ProcessorMixin
 
@@ -40,6 +34,7 @@ SFT: dict[str, dict[str, Any]] = {
     "assistant, packed": dict(data=trl_runs.conversations, assistant_only_loss=True, packing=True),
     "truncated": dict(max_length=16),
     "evaluated in packs": dict(EVALUATED, packing=True, eval_packing=True),
+    "bfloat16": dict(lora="given", bf16=True, max_grad_norm=0.0, learning_rate=1e-4, close=5e-3),
 }
 DPO: dict[str, dict[str, Any]] = {
     "padded": dict(),
@@ -84,9 +79,26 @@ GRPO: dict[str, dict[str, Any]] = {
     "adapters": dict(lora="given", beta=0.1),
     "experts, checkpointed": dict(model="qwen3_moe, auxiliary loss", gradient_checkpointing=True),
 }
-OF_DPO = ("logps/chosen", "logits/rejected", "rewards/margins", "rewards/accuracies", *trl_runs.OF_TRL)
-OF_KTO = ("kl", "logps/chosen", "logits/rejected", "rewards/chosen", "num_tokens", "entropy")
+OF_PREFERENCES = ("logps/chosen", "logits/rejected", "num_tokens", "entropy")
 OF_GRPO = ("loss", "grad_norm", "reward", "reward_std", "entropy", "num_input_tokens_seen")
+# For each trainer: its run, what it logs, what it logs in evaluations, and options of all of its runs.
+TRAINERS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
+    "SFT": (trl_runs.sft, (*runs.LOGGED, *trl_runs.OF_TRL), ("eval_loss", "eval_entropy"), {}),
+    "DPO": (
+        trl_runs.dpo,
+        (*runs.LOGGED, *OF_PREFERENCES, "rewards/margins", "rewards/accuracies", "mean_token_accuracy"),
+        ("eval_loss",), {},
+    ),
+    "KTO": (
+        trl_runs.dpo, (*runs.LOGGED, *OF_PREFERENCES, "kl", "rewards/chosen"), ("eval_loss",),
+        dict(kind="KTO", per_device_train_batch_size=4),
+    ),
+    "GRPO": (trl_runs.grpo, OF_GRPO, ("eval_loss", "eval_reward"), {}),
+}  # fmt: skip
+EQUAL = [
+    (trainer, name)
+    for trainer, rows in (("SFT", SFT), ("DPO", DPO), ("KTO", KTO), ("GRPO", GRPO)) for name in rows
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.slow)])
@@ -97,10 +109,16 @@ def test_sft_packed(gloo_pool: Any, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SFT)
-def test_sft(gloo_pool: Any, name: str) -> None:
-    names = (*runs.LOGGED, *trl_runs.OF_TRL, *(["eval_loss", "eval_entropy"] if "eval_count" in SFT[name] else []))
-    compare(gloo_pool, trl_runs.sft, *names, **SFT[name])
+@pytest.mark.parametrize(("trainer", "name"), EQUAL)
+def test_equal(gloo_pool: Any, tmp_path: Any, trainer: str, name: str) -> None:
+    """GRPO on fixed rollouts."""
+    made, names, evaluated, options = TRAINERS[trainer]
+    options = options | {"SFT": SFT, "DPO": DPO, "KTO": KTO, "GRPO": GRPO}[trainer][name]
+    if options.get("beta") and "lora" not in options:
+        runs.model_of("llama").save_pretrained(tmp_path)  # the reference model is loaded from there
+        options |= {"saved": str(tmp_path)}
+    got = compare(gloo_pool, made, *names, *(evaluated if "eval_count" in options else ()), **options)
+    assert trainer != "GRPO" or max(log.get("grad_norm", 0) for log in got[0]["logs"]) > 0.1
 
 
 @pytest.mark.slow
@@ -113,56 +131,11 @@ def test_sft_with_images(gloo_pool: Any, model: str) -> None:
 
 
 @pytest.mark.slow
-def test_sft_bf16(gloo_pool: Any) -> None:
-    for lora in ("", "given"):
-        options = dict(lora=lora, bf16=True, max_grad_norm=0.0, learning_rate=1e-4)
-        compare(gloo_pool, trl_runs.sft, *runs.LOGGED, "entropy", close=5e-3, **options)
-
-
-@pytest.mark.slow
-def test_sft_resumes(gloo_pool: Any, tmp_path: Any) -> None:
-    options: dict[str, Any] = dict(
-        max_steps=20, save_strategy="steps", save_steps=7, folder=str(tmp_path), packing=True, lora="given"
-    )
-    whole = start(gloo_pool, 2, trl_runs.sft, **options)
-    again = start(gloo_pool, 2, trl_runs.sft, resume=str(tmp_path / "checkpoint-7"), **options)
-    for a, b in zip(again, whole, strict=True):
-        runs.check(a | {"logs": a["logs"][7:20]}, b | {"logs": b["logs"][7:20]}, "loss", "grad_norm", close=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DPO)
-def test_dpo(gloo_pool: Any, name: str) -> None:
-    names = (*runs.LOGGED, *OF_DPO, *(["eval_loss"] if "eval_count" in DPO[name] else []))
-    compare(gloo_pool, trl_runs.dpo, *names, **DPO[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KTO)
-def test_kto(gloo_pool: Any, name: str) -> None:
-    names = (*runs.LOGGED, *OF_KTO, *(["eval_loss"] if "eval_count" in KTO[name] else []))
-    compare(gloo_pool, trl_runs.dpo, *names, kind="KTO", per_device_train_batch_size=4, **KTO[name])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 def test_log_probabilities_made_before(gloo_pool: Any, tmp_path: Any, kind: str) -> None:
     trl_runs.preferences(22).save_to_disk(str(tmp_path / "data"))
     options = dict(kind=kind, precompute_ref_log_probs=True, saved=str(tmp_path / "data"))
-    compare(gloo_pool, trl_runs.dpo, *runs.LOGGED, *(OF_DPO if kind == "DPO" else OF_KTO), dp=2, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GRPO)
-def test_grpo(gloo_pool: Any, tmp_path: Any, name: str) -> None:
-    """Loss and gradients on fixed rollouts."""
-    options = GRPO[name]
-    if options.get("beta") and "lora" not in options:
-        runs.model_of("llama").save_pretrained(tmp_path)  # the reference model is loaded from there
-        options = options | {"saved": str(tmp_path)}
-    names = (*OF_GRPO, *(["eval_loss", "eval_reward"] if "eval_count" in options else []))
-    got = compare(gloo_pool, trl_runs.grpo, *names, **options)
-    assert max(log.get("grad_norm", 0) for log in got[0]["logs"]) > 0.1
+    compare(gloo_pool, trl_runs.dpo, *TRAINERS[kind][1], dp=2, **options)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spanwise.integrations import transformers as hf
@@ -110,8 +111,9 @@ def padded(documents: Documents, side: str) -> dict[str, torch.Tensor]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all gradients by name."""
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Whole copies of all gradients by name."""
+    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in held.items()}
 
 
 def reference(
