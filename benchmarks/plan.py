@@ -26,7 +26,7 @@ from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
 SIZES = ((131_072, 8), (131_072, 64), (1_048_576, 64))
-BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "local", "local, fast")
+BALANCERS = ("auto", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "local")
 
 
 def document_offsets(seq_len: int, seed: int, *, median: int = 4096, sigma: float = 1.0, least: int = 64) -> np.ndarray:
@@ -57,15 +57,12 @@ def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
 
 def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str, Any]:
     offsets = document_offsets(seq_len, seed=0)
-    name, _, fast = balancer.partition(", ")
-    options: dict[str, Any] = {} if name == "auto" else {"exchange": "needed", "stages": 1}
+    options: dict[str, Any] = {} if balancer == "auto" else {"exchange": "needed", "stages": 1}
     times: dict[str, list[float]] = {}
     for repeat in range(repeats + 1):
         steps: dict[str, Callable[[Any], Any]] = {
             "mask": lambda _: SpanMask.documents(offsets),
-            "plan": lambda mask: make_plan(
-                mask, num_ranks, balancer=name, quality=fast or "best", cu_seqlens=offsets, **options
-            ),
+            "plan": lambda mask: make_plan(mask, num_ranks, balancer=balancer, cu_seqlens=offsets, **options),
             "traffic": lambda plan: (plan.needed_tokens(), plan)[1],
             "fingerprint": lambda plan: (plan.fingerprint, plan)[1],
             "rank_tensors": lambda plan: (rank_plan.build(plan, num_ranks // 2, kernel=KERNELS["flex"]), plan)[1],

@@ -22,7 +22,7 @@ from tests.limits import HANG
 
 #: What a rank of a test would import first.
 _PRELOAD = [
-    "spanwise", "spanwise.layouts.local_search", "spanwise.overlap.backend", "torch._dynamo", "torch.distributed.fsdp",
+    "spanwise", "spanwise.overlap.backend", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "functorch.compile", "pytest",
     "spanwise.integrations.transformers",
 ]  # fmt: skip

@@ -67,7 +67,6 @@ def test_private_torch_names_are_in_one_file() -> None:
 
 PACKAGE = ROOT / "spanwise"
 LONG_FUNCTIONS = {
-    "layouts/local_search.py::anneal": "one compiled loop; calls inside it cost planning time",
     "overlap/machine.py::_list_schedule": "one compiled loop, with the state of a schedule in its variables",
 }
 

@@ -253,7 +253,7 @@ class _Problem:
         }
         plan = make_plan(
             masks, self.cp, weights={name: float(windows.count(window)) for name, window in kinds.items()},
-            quality="fast", num_q_heads=model.heads // step.tp, num_kv_heads=model.kv_heads // step.tp,
+            num_q_heads=model.heads // step.tp, num_kv_heads=model.kv_heads // step.tp,
             head_dim=model.head_dim, hardware=apart(step.hardware, step.tp), cu_seqlens=cu_seqlens,
         )  # fmt: skip
         seconds, again = plan.predict(), float(step.recomputed == 1)

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spanwise.hardware import Hardware
 from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail, PerDocumentHeadTail, contiguous
-from spanwise.layouts.by_document import ByDocument
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
@@ -96,13 +94,11 @@ class Assigner:
         block_size: int,
         cu_seqlens: Any,
         packing: Packing | None,
-        hardware: Hardware,
-        quality: str,
     ) -> None:
         first = next(iter(masks.values()))
         self.q_len, self.kv_len = first.q_len, first.kv_len
         self.square = self.q_len == self.kv_len and (packing is None or packing.square)
-        self.packing, self.hardware, self.quality = packing, hardware, quality
+        self.packing = packing
         if packing is not None and self.square:
             cu_seqlens = np.unique([0, *packing.q_offsets, packing.q_len])
         elif self.square and cu_seqlens is None:
@@ -139,26 +135,13 @@ class Assigner:
                 )
             return contiguous(self.q_len, num_ranks), contiguous(self.kv_len, num_ranks), self.problem.block_size
         groups, parts = (num_ranks, 1) if outer == 1 else (outer, inner)
-        chosen = Local(quality=self.quality) if balancer == "local" else balancer
         problem, first = self.problem, None
         for block_size in (problem.block_size, max(self.q_len // (_BLOCKS_PER_GROUP * groups), 1), 1):
             if block_size < problem.block_size:
                 problem = dataclasses.replace(problem, block_size=block_size)
-            layout = assign_layout(chosen, problem, groups).split(parts)
+            layout = assign_layout(balancer, problem, groups).split(parts)
             if np.count_nonzero(layout.tokens_per_rank) == min(num_ranks, self.q_len):
                 return layout, layout, problem.block_size
             first = first or layout
         assert first is not None
         return first, first, self.problem.block_size  # a balancer of the caller that wants it so
-
-    def local(self, groups: int, inner: int) -> dict[str, LoadBalancer]:
-        """The balancers for little traffic between `groups` of `inner` ranks, by the name that their plans get.
-
-        A host is the innermost level of the network that holds several whole groups. If one host holds all groups, or
-        every host holds one, all traffic between groups costs the same.
-        """
-        found: dict[str, LoadBalancer] = {"local": Local(quality=self.quality)}
-        host_groups = self.hardware.groups_on_a_host(groups, inner)
-        if host_groups is not None:
-            found["local, by host"] = ByDocument(host_size=host_groups)
-        return found

@@ -89,7 +89,7 @@ def _saved_by(tree: TokenTree, plan: PlanData) -> list[str]:
     """What the tree saves against its paths as separate sequences, packed and laid out by "local"."""
     documents.check_tree(plan, tree)
     mask = SpanMask.documents(np.append(0, np.cumsum(tree.path_lengths())))
-    assigner = Assigner({"default": mask}, None, plan.block_size, None, None, plan.hardware, "fast")
+    assigner = Assigner({"default": mask}, None, plan.block_size, None, None)
     layout, kv_layout, block_size = assigner.layouts("local", plan.num_groups, plan.inner)
     apart = plan.replace(
         masks={"default": mask}, weights=assigner.weights, layout=layout, kv_layout=kv_layout, block_size=block_size,

@@ -27,10 +27,6 @@ from spanwise.planning.plan import Plan
 
 IN_ORDER, LONGEST_FIRST, ONE_PLAN, UNEQUAL = "in order", "longest first", "one plan", "one plan, unequal tokens"
 
-# Of hundreds of replicas. Against "best" all grids of 128 ranks and 4M tokens take 7.9 CPU seconds and not 14.3, and
-# their predicted steps differ by 0.9 % at most.
-_QUALITY = "fast"
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grid:
@@ -105,7 +101,7 @@ def compare_grids(
         weights: layers that use each mask, as in `make_plan`.
         whole: the plan over all ranks, if it was made.
         max_tokens: most tokens of a rank, for one plan with unequal tokens (`Spread`); None: leave that one out.
-        options: for `make_plan`, with the attention's shape. Without a `quality` replicas get "fast" searches.
+        options: for `make_plan`, with the attention's shape.
 
     Returns:
         One plan first, with unequal tokens too if asked for; then the grids from the largest cp to 1, each in order and
@@ -137,13 +133,13 @@ def compare_grids(
     if max_tokens is not None:
         other = plan(every, size, balancer=spread(one, linear_flops, max_tokens))
         found.append(one_plan(other, linear_flops, UNEQUAL))
-    work, quality = _work_of_documents(one, documents), options.get("quality", _QUALITY)
+    work = _work_of_documents(one, documents)
     for cp in (degree for degree in range(size - 1, 0, -1) if size % degree == 0):
         dp = size // cp
         ways = {IN_ORDER: in_order(documents, dp), LONGEST_FIRST: longest_first(work, dp)}
         for name, owner in ways.items():
             owned = (np.flatnonzero(owner == replica) for replica in range(dp))
-            plans = [plan(which, cp, quality=quality) if len(which) else None for which in owned]
+            plans = [plan(which, cp) if len(which) else None for which in owned]
             found.append(grid_of(dp, cp, name, plans, linear_flops))
     return tuple(found)
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from spanwise import hardware as rates
 from spanwise.layouts.assignment import Assigner
-from spanwise.layouts.by_document import ByDocument
-from spanwise.layouts.local import MOST_SEARCHED, Local
+from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
@@ -27,12 +26,12 @@ from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES
 
 # Simplest first. Where everything travels anyway, locality gains nothing, and longest-first balances best.
-_BALANCERS = ("contiguous", "head_tail")  # and those of `Assigner.local`
+_BALANCERS = ("contiguous", "head_tail")  # and "local"
 _BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
-# Bound of the imbalance to try where a step waits for the exchange; docs/decisions.md, "Two exceptions".
-_LOOSE = 2.0
-# Runs a rank to try where recurrent layers exchange a map for each: few, and about as many as head_tail has.
-_MOST_RUNS = (2, 8)
+# Bounds of the imbalance to try besides that of "local". Tight: 64 packings on 8 to 64 ranks have a mean step of 0.990
+# with it and 1.006 without, times that of a search over blocks. Loose: where a step waits for the exchange;
+# docs/decisions.md, "Two exceptions".
+_TIGHT, _TIGHT_RANKS, _LOOSE = 1.005, 64, 2.0
 
 
 def make_plan(
@@ -44,7 +43,6 @@ def make_plan(
     exchange: Any = "auto",
     stages: int | None = None,
     keep_kv: bool | None = None,
-    quality: str = "best",
     block_size: int = 128,
     num_q_heads: int | None = None,
     num_kv_heads: int | None = None,
@@ -65,10 +63,10 @@ def make_plan(
         num_ranks: size of the cp axis; or ``(outer, inner)``, the shape of a 2-D cp mesh: the ranks of each inner axis
             trade heads for tokens (Ulysses), and `exchange` works along the outer axis.
         weights: layers that use each named mask (default 1 each); the layout balances their weighted sum.
-        balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local" (little K/V of
-            other ranks, under a bound on the imbalance), "dual_chunk" (TransformerEngine's order of a `packing`), an
-            object with ``assign(problem, num_ranks)``, or "auto". A mask that is not square (cross attention) takes
-            "contiguous", "dual_chunk" or "auto", which is "contiguous" then.
+        balancer: "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local" (each document on
+            few ranks, so that little K/V of others is read, in balance), "dual_chunk" (TransformerEngine's order of a
+            `packing`), an object with ``assign(problem, num_ranks)``, or "auto". A mask that is not square (cross
+            attention) takes "contiguous", "dual_chunk" or "auto", which is "contiguous" then.
         exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets those that its queries read),
             "hierarchical" (the same, but they enter each host of `hardware` once, where ranks pass them on), "ring"
             (shards go from rank to rank, two at a time in memory), "ulysses" (heads for tokens), an `Exchange` object,
@@ -77,7 +75,6 @@ def make_plan(
             4, by predicted time. Other exchanges have no choice.
         keep_kv: keep received K/V for the backward; False: drop them after the forward and refetch them. Default:
             False for "ring", else True.
-        quality: of the "local" search, "best" or "fast" (a quarter of the time).
         block_size: tile in tokens that block-wise balancers assign; smaller tiles where a rank would get no token
             although there are enough. `Plan.block_size` is the one used.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: attention shape of one rank; under tensor parallelism its
@@ -101,11 +98,10 @@ def make_plan(
             in each layout, "local" layouts of few runs a rank, and moves to a contiguous layout and back for these
             layers (`Plan.relayout`, with any balancer).
 
-    "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail, local, and documents spread without
-    a search. "local" is a search up to 32 ranks, else documents spread over ranks; where there are hosts, or over hosts
-    and their ranks, whichever is faster. Where the caller asks for all_gather, lpt instead of local, because locality
-    gains nothing there. Exchanges: all_gather, but not with local; needed in 1, 2 or 4 chunks, as long as there is
-    an exchange left to hide; hierarchical, if the ranks are on several
+    "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local, with tighter and looser
+    bounds on the imbalance, too, and with hosts also one in which few rows enter a host. Where the caller asks for
+    all_gather, lpt instead of local, because locality gains nothing there. Exchanges: all_gather, but not with local;
+    needed in 1, 2 or 4 chunks, as long as there is an exchange left to hide; hierarchical, if the ranks are on several
     hosts of `hardware`; Ulysses, if the number of heads is given and divides; under a `memory_budget` the ring, which
     is never the fastest. The simplest within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` show the
     comparison. `torch.compile` makes one graph for each exchange and number of chunks: name `exchange` and `stages`
@@ -122,12 +118,12 @@ def make_plan(
     ([2048, 2048], [2048, 24])
     """
     request = requests.checked(
-        mask, num_ranks, exchange=exchange, stages=stages, keep_kv=keep_kv, quality=quality, block_size=block_size,
+        mask, num_ranks, exchange=exchange, stages=stages, keep_kv=keep_kv, block_size=block_size,
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
         kv_row_dim=kv_row_dim, dtype=dtype, hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens,
         packing=packing, recurrences=recurrences,
     )  # fmt: skip
-    problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing, request.hardware, quality)
+    problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing)
     ways = _Ways(problem, request)
     if balancer == "auto":
         plans = ways.auto()
@@ -160,19 +156,17 @@ class _Ways:
         if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
             bound = choice.exchange_bound(plans)
             plans += self.local()
-            if outer <= MOST_SEARCHED:  # the search knows what ranks receive, not what they send
-                plans += self.variants(ByDocument(), "local, by document")
-            if bound:  # less balance may pay off
-                plans += self.variants(Local(_LOOSE, "fast"), f"local, imbalance to {_LOOSE:g}")
-        if self.request.recurrences:
-            for most in _MOST_RUNS:
-                plans += self.variants(Local(quality=problem.quality, most_runs=most), f"local, {most} runs a rank")
+            for limit in (*((_TIGHT,) if outer <= _TIGHT_RANKS else ()), *((_LOOSE,) if bound else ())):
+                plans += self.variants(Local(limit), f"local, imbalance to {limit:g}")
         return plans
 
     def local(self) -> list[Plan]:
         """Plans of the layouts with little traffic; which is best is a question of price."""
-        balancers = self.problem.local(*self.request.levels)
-        return [plan for label, balancer in balancers.items() for plan in self.variants(balancer, label)]
+        plans = self.variants("local")
+        host_groups = self.request.hardware.groups_on_a_host(*self.request.levels)
+        if host_groups is not None:
+            plans += self.variants(Local(host_size=host_groups), "local, by host")
+        return plans
 
     def variants(self, balancer: str | LoadBalancer, label: str = "") -> list[Plan]:
         """The layout of a balancer with each exchange and number of chunks, simplest first."""

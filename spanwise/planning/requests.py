@@ -15,7 +15,6 @@ from spanwise.planning import heads, recurrence
 from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, Exchange, resolve
 
-_QUALITIES = ("best", "fast")
 _LARGEST = 2**31  # of any number given
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -84,7 +83,7 @@ class Request:
 
 
 def checked(
-    mask: Any, num_ranks: Any, *, exchange: Any, stages: Any, keep_kv: Any, quality: Any, block_size: Any,
+    mask: Any, num_ranks: Any, *, exchange: Any, stages: Any, keep_kv: Any, block_size: Any,
     num_q_heads: Any, num_kv_heads: Any, head_dim: Any, v_head_dim: Any, kv_row_dim: Any, dtype: Any, hardware: Any,
     memory_budget: Any, cu_seqlens: Any, packing: Any, recurrences: Any,
 ) -> Request:  # fmt: skip
@@ -124,8 +123,6 @@ def checked(
             raise ValueError(
                 "a memory_budget needs num_q_heads and head_dim (and num_kv_heads): bytes follow from them"
             )
-    if quality not in _QUALITIES:
-        raise ValueError(f"quality must be one of {list(_QUALITIES)}, got {quality!r}")
     name, itemsize = _dtype(dtype)
     return Request(
         masks, levels, chosen, None if stages is None else int(stages), keep_kv, int(block_size), *shape, kv_row_dim,

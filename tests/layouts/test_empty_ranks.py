@@ -64,7 +64,7 @@ def test_packings_with_padding(slots: list[tuple[int, int]], num_ranks: int, bal
 @pytest.mark.parametrize("balancer", ["ptrr", "lpt", "local"])
 def test_finer_blocks_balance(balancer: str) -> None:
     plan = spanwise.make_plan(SpanMask.documents([0, 40, 103]), 4, balancer=balancer, exchange="needed")
-    assert plan.block_size == 3 and plan.imbalance() < 1.1
+    assert plan.block_size == (128 if balancer == "local" else 3) and plan.imbalance() < 1.1
 
 
 def test_balancers_of_the_caller_may_leave_ranks_empty() -> None:

@@ -60,7 +60,7 @@ def _check_replica(grid, replica: int, documents: list[int], weights: dict[str, 
         return
     cu = np.cumsum([0, *documents])
     masks = windows(cu)
-    options = OPTIONS | {"quality": "best" if grid.dp == 1 else "fast", "weights": weights}
+    options = OPTIONS | {"weights": weights}
     plan = make_plan(masks, grid.cp, cu_seqlens=cu, hardware=PLAIN, **options)
     owner = np.empty(plan.seq_len, dtype=int)
     for rank in range(grid.cp):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import spanwise
 from spanwise import Recurrence
 from spanwise.layouts import document_runs
-from spanwise.layouts.local import Local
 from spanwise.planning import recurrent
 
 GDN = {"gdn": Recurrence(layers=36, heads=32, key_dim=128, value_dim=128, hidden_size=2048)}
@@ -55,11 +54,11 @@ def test_more_runs_cost_more() -> None:
     mask = spanwise.SpanMask.causal(1 << 14)
     plans = [
         spanwise.make_plan(mask, 8, balancer=name, exchange="needed", recurrences=GDN, hardware=spanwise.H100, **SHAPE)
-        for name in ("contiguous", Local(most_runs=4), "lpt")
+        for name in ("contiguous", "head_tail", "lpt")
     ]
     here = [plan.replace(relayout=False) for plan in plans]
     costs = [recurrent.costs(plan)["gdn"] for plan in here]
-    assert costs[0].runs == 1 and costs[1].runs <= 4 < costs[2].runs
+    assert costs[0].runs == 1 and costs[1].runs == 2 < costs[2].runs
     assert [x.maps for x in costs] == sorted(x.maps for x in costs)
     assert costs[0].seconds < costs[1].seconds < costs[2].seconds
     assert costs[0].maps == sum(range(8)) and costs[0].moving == 0
@@ -74,7 +73,6 @@ def test_the_fastest_way_is_taken_and_explained() -> None:
     total = plan.predict()["total"]
     assert total <= 1.05 * min(c.seconds["total"] for c in plan.candidates)
     assert {c.relayout for c in plan.candidates} == {True, False}
-    assert "local, 2 runs a rank" in {c.balancer for c in plan.candidates}
     without = dataclasses.replace(plan, recurrences=None).predict()["total"]
     assert plan.predict()["recurrent"] == pytest.approx(total - without)
     assert "recurrent layers 'gdn' (36) in " in plan.explain()
@@ -96,16 +94,6 @@ def test_files_and_fingerprints(tmp_path: Path) -> None:
     assert again == plan and again.recurrences == GDN and again.relayout == plan.relayout
     assert plan.replace(relayout=not plan.relayout) != plan
     assert plan.replace(recurrences=None) != plan
-
-
-@settings(max_examples=30, deadline=None)
-@given(length=st.integers(1, 400), ranks=st.integers(1, 6), most=st.integers(1, 9), block=st.sampled_from([1, 8]))
-def test_most_runs_is_a_bound(length: int, ranks: int, most: int, block: int) -> None:
-    mask = _documents(length, 4)
-    balancer = Local(most_runs=most, quality="fast")
-    plan = spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=block)
-    if np.count_nonzero(plan.layout.tokens_per_rank) == min(ranks, length) and plan.block_size == block:
-        assert max(len(plan.layout.runs(rank)) for rank in range(ranks)) <= most
 
 
 def test_errors() -> None:
@@ -131,5 +119,3 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match="do not run on trees.*: give each path as a document") as error:
             call()
         assert "tree=" not in str(error.value)
-    with pytest.raises(ValueError, match="most_runs must be at least 1"):
-        Local(most_runs=0)

@@ -90,7 +90,6 @@ def plan_of(case: Case) -> Plan:
         "keep_kv": case.keep_kv,
         "block_size": case.block_size,
         "cu_seqlens": case.cu_seqlens,
-        "quality": case.quality,
         "weights": {name: 1 + 2 * i for i, name in enumerate(case.masks)} if case.weighted else None,
         "dtype": case.dtype,
         "packing": packing_of(case.masks[case.mask]) if case.packed else None,

@@ -30,7 +30,7 @@ class Case:
         levels: ``(outer, inner)`` ranks; inner 1 is a 1-D mesh.
         host_size: ranks of a host, for exchange "hierarchical".
         exchange, stages, keep_kv, balancer, block_size, cu_seqlens: arguments of make_plan.
-        quality: of make_plan; `weighted`: whether the layout weighs several masks unequally.
+        weighted: whether the layout weighs several masks unequally.
         give_shape: whether make_plan learns heads and head dims.
         heads, dims: query and K/V heads; head dims of K and V.
         dtype, kernel, scale, softcap, bias: of the call; `bias` is a kind of score_mod.
@@ -53,7 +53,6 @@ class Case:
     balancer: str = "contiguous"
     block_size: int = 8
     cu_seqlens: list[int] | None = None
-    quality: str = "best"
     weighted: bool = False
     give_shape: bool = False
     heads: tuple[int, int] = (4, 2)
@@ -132,7 +131,7 @@ def random_case(rng: Rng, most_ranks: int, exchange: str) -> Case:
         host_size=rng.integers(2, 5), exchange=exchange, stages=stages, keep_kv=keep_kv, balancer=balancer,
         block_size=rng.choice([1, 2, 3, 4, 8, 16, 128]),
         cu_seqlens=cuts(rng, q_len, 4) if balancer == "per_document_head_tail" and not packed else None,
-        quality=rng.choice(["best", "fast"], p=[0.75, 0.25]), weighted=len(masks) > 1 and rng.random() < 0.5,
+        weighted=len(masks) > 1 and rng.random() < 0.5,
         give_shape=rng.random() < 0.5, heads=heads,
         dims=(dims[0], dims[1] if rng.random() < 0.5 else dims[0]), **_options(rng),
     )  # fmt: skip

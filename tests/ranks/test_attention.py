@@ -13,7 +13,7 @@ import torch
 
 import spanwise
 from spanwise import Packing, SpanMask
-from spanwise.layouts.by_document import ByDocument
+from spanwise.layouts.local import Local
 from tests.oracle import Problem, make_problem, relative_error
 from tests.pairs import covering, named
 from tests.properties.build import inputs_of, on_rank, plan_of
@@ -187,7 +187,7 @@ def test_documents_spread_by_host(ranks: int, host_size: int) -> None:
     mask = SpanMask.documents(np.cumsum([0, 61, 7, 20, 1, 13, *[3] * 20]))  # the first needs several hosts
     problem, hardware = make_problem(mask.dense()), spanwise.H100.with_host_size(host_size)
     plan = spanwise.make_plan(
-        mask, ranks, exchange="hierarchical", hardware=hardware, balancer=ByDocument(1.05, host_size), block_size=1
+        mask, ranks, exchange="hierarchical", hardware=hardware, balancer=Local(1.05, host_size), block_size=1
     )
     assert len(plan.route().padded) == 2 and plan.host_traffic().once > 0
     check_step(problem, plan, 1e-10)
