@@ -15,7 +15,6 @@ from spanwise import AuxRequest, Packing, Plan, SpanMask
 from tests.oracle import Inputs
 from tests.properties.cases import Case
 from tests.properties.cells import MaskCase
-from tests.properties.refusals import REFUSALS
 
 
 def _mask_mod(stride: int, reach: int) -> Callable[..., torch.Tensor]:
@@ -78,7 +77,7 @@ def span_mask(mask: MaskCase) -> SpanMask:
 
 
 def plan_of(case: Case) -> Plan:
-    """The plan of a case; ``ValueError`` if that is what its refusal is about."""
+    """The plan of a case."""
     outer, inner = case.levels
     given: dict[str, Any] = {
         "mask": {name: span_mask(mask) for name, mask in case.masks.items()},
@@ -97,8 +96,6 @@ def plan_of(case: Case) -> Plan:
     if case.give_shape or case.exchange == "auto":  # "auto" may take Ulysses only where it knows the heads
         names = ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
         given |= dict(zip(names, (*case.heads, *case.dims), strict=True))
-    if case.refusal and REFUSALS[case.refusal].stage == "make_plan":
-        given = REFUSALS[case.refusal].spoil(given)
     return spanwise.make_plan(**given)
 
 
@@ -161,22 +158,12 @@ def on_rank(rank: int, mesh: DeviceMesh | None, case: Case, plan: Plan, inputs: 
     k, v = (_shard(x, "kv", case, plan, mesh) for x in (inputs.k, inputs.v))
     leaves = [x.detach().requires_grad_(case.gradients) for x in (q, k, v)]
     sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_(case.gradients)
-    given: dict[str, Any] = {
-        "qkv": leaves,
-        "plan": plan.local(mesh) if case.rank_plan else plan,
-        "mesh": None if case.rank_plan else mesh,
-        "mask_name": case.mask,
-        "scale": case.scale,
-        "kernel": case.kernel,
-        "score_mod": _score_mod(case.bias, case.heads[0]) if case.bias else None,
-        "softcap": case.softcap,
-        "sinks": sinks,
-        "return_aux": AuxRequest(lse=case.lse, max_logit=case.max_logit),
-    }
-    if case.refusal and REFUSALS[case.refusal].stage == "call":
-        given = REFUSALS[case.refusal].spoil(given)
     attend: Any = spanwise.packed_attention if case.packed else spanwise.context_parallel_attention
-    out, aux = attend(*given.pop("qkv"), given.pop("plan"), given.pop("mesh"), **given)
+    out, aux = attend(
+        *leaves, plan.local(mesh) if case.rank_plan else plan, None if case.rank_plan else mesh, mask_name=case.mask,
+        scale=case.scale, kernel=case.kernel, score_mod=_score_mod(case.bias, case.heads[0]) if case.bias else None,
+        softcap=case.softcap, sinks=sinks, return_aux=AuxRequest(lse=case.lse, max_logit=case.max_logit),
+    )  # fmt: skip
     found = {"out": out, **({"lse": aux.lse} if case.lse else {})}
     if case.gradients:
         cotangents = {"out": grad_out, "lse": grad_lse.to(aux.lse.dtype) if case.lse else None}

@@ -38,7 +38,6 @@ class Case:
         lse, max_logit: whether the call asks for lse (with a cotangent) and max_logit.
         rank_plan: whether the call takes ``plan.local(…)`` instead of the plan.
         gradients: whether q, k and v require gradients.
-        refusal: name of what is wrong with the call, or None.
     """
 
     masks: dict[str, MaskCase]
@@ -67,7 +66,6 @@ class Case:
     max_logit: bool = False
     rank_plan: bool = True
     gradients: bool = True
-    refusal: str | None = None
 
     @functools.cached_property
     def cells(self) -> np.ndarray:
@@ -208,5 +206,4 @@ def _options(rng: Rng) -> dict[str, Any]:
         "max_logit": bias is None and rng.random() < 0.25,
         "rank_plan": rng.random() < 0.7,
         "gradients": rng.random() < 0.95,
-        "refusal": None,
     }

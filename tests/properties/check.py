@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import Plan
 from spanwise.layouts.layout import Layout
 from tests.oracle import Expected, expected
 from tests.properties import build
 from tests.properties.cases import Case
-from tests.properties.refusals import REFUSALS
 
 #: Largest error of an entry by dtype, relative to the largest sum of absolute values of the terms of any entry (see
 #: `oracle.expected`). Rounding units: 1e-16, 6e-8, 2e-3 and 2e-4.
@@ -33,40 +31,14 @@ Run = Callable[..., list[Any]]
 
 
 def check(case: Case, run: Run) -> None:
-    """Run a case and compare it on every rank; a case that must be refused passes if every rank raises ValueError."""
-    spoiled = case.refusal and REFUSALS[case.refusal].stage == "make_plan"
-    try:
-        plan = build.plan_of(case)
-    except ValueError:
-        if spoiled:
-            return
-        raise
-    if spoiled:
-        raise Failed(f"make_plan accepted a call that is wrong: {case.refusal}")
-    inputs = build.inputs_of(case)
+    """Run a case and compare its results on every rank."""
+    plan, inputs = build.plan_of(case), build.inputs_of(case)
     outer, inner = case.levels
     mesh = {"mesh_shape": (outer,)} if inner == 1 else {"mesh_shape": case.levels, "mesh_dim_names": ("outer", "inner")}
-    given = case, plan, build.poisoned(case, inputs)
-    if case.refusal:
-        others = {rank: name for rank, name in enumerate(run(case.num_ranks, refused, *given, **mesh)) if name}
-        if others:
-            raise Failed(f"{case.refusal}: every rank must raise ValueError, got {others}")
-        return
-    results = run(case.num_ranks, build.on_rank, *given, **mesh)
+    results = run(case.num_ranks, build.on_rank, case, plan, build.poisoned(case, inputs), **mesh)
     options = {name: getattr(case, name) for name in ("scale", "softcap", "bias")}
     visible = torch.from_numpy(case.cells)
     _compare(case, plan, expected(inputs, visible, options), visible, results)
-
-
-def refused(rank: int, mesh: DeviceMesh | None, *given: Any) -> str:
-    """Empty if the call raises ``ValueError``, else what it does."""
-    try:
-        build.on_rank(rank, mesh, *given)
-    except ValueError:
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _compare(

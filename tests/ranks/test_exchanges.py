@@ -199,7 +199,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"edit": lambda q, k, v: (q[:, :3], k, v)}, "3 query heads are not a multiple of 2"),
     "dtypes": ({"edit": lambda q, k, v: (q, k.double(), v)}, "dtype"),
     "values": ({"edit": lambda q, k, v: (q, k, v[:, :1])}, "agree"),
+    "more keys": ({"edit": lambda q, k, v: (q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))}, "shard of the sequence"),
+    "integers": ({"edit": lambda q, k, v: (q.int(), k.int(), v.int())}, "dtype|float"),
+    "no heads": ({"edit": lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0])}, "heads"),
+    "head dims": ({"edit": lambda q, k, v: (q, k.repeat(1, 1, 1, 2), v)}, "agree"),
     "a mask": ({"plan": DOCUMENTS}, "SpanMask"),
+    "no plan": ({"plan": None}, "NoneType"),
     "ranks": ({"plan": spanwise.make_plan(DOCUMENTS, 2)}, "2 ranks"),
     "no mesh": ({"mesh": None}, "mesh"),
     "mask name": ({"mask_name": "window"}, "'window'"),
@@ -209,7 +214,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "score_mod": ({"kernel": "sdpa", "score_mod": change}, "score_mod"),
     "two changes": ({"softcap": 1.0, "score_mod": change}, "combined"),
     "softcap": ({"softcap": -1.0}, "softcap"),
-    "infinite softcap": ({"softcap": torch.inf}, "softcap"),
+    **{f"softcap {x}": ({"softcap": x}, "softcap") for x in (0.0, torch.inf, torch.nan)},
     "sinks": ({"sinks": torch.zeros(3)}, r"\[4\], or several"),
     "sinks of two": ({"sinks": torch.zeros(1, 4)}, r"\[4\], or several"),
     "max_logit": ({"kernel": "reference", "score_mod": change, **AUX}, "score_mod"),
@@ -358,3 +363,9 @@ def test_a_change_in_place_is_noticed_where_chunks_are_fetched_again() -> None:
             out.sum().backward()
 
     run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("stages", [0, -1, 1.5, True])
+def test_stages_are_checked(stages: Any) -> None:
+    with pytest.raises(ValueError, match="stages must be a positive integer"):
+        spanwise.make_plan(DOCUMENTS, 2, stages=stages)
