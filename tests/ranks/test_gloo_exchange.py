@@ -69,51 +69,29 @@ def same(received: torch.Tensor, expected: torch.Tensor) -> bool:
     return received.dtype == expected.dtype and received.shape == expected.shape and torch.equal(received, expected)
 
 
-def exchange_one_by_one(rank: int, mesh: DeviceMesh) -> list[str]:
-    name, wrong = mesh.get_group().group_name, []
-    for label, sizes in SIZES.items():
-        for row in ROWS:
-            for dtype in DTYPES:
-                pending, expected = begin(rank, name, sizes, row, dtype, 0)
-                if not same(_torch.wait(pending), expected):
-                    wrong.append(f"{label} {row} {dtype}")
-    return wrong
-
-
-def test_values(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(3, exchange_one_by_one) == [[], [], []]
-
-
 def exchange_many(rank: int, mesh: DeviceMesh) -> list[Any]:
-    """Waits from the first to the last, from the last to the first, and mixed."""
+    """Waits at once, from the first to the last, from the last to the first, mixed, and in an order of each rank."""
     name, wrong = mesh.get_group().group_name, []
-    kinds = [(label, row, dtype) for label in SIZES for row in ROWS[:2] for dtype in DTYPES]
+    kinds = [(label, row, dtype) for label in SIZES for row in ROWS for dtype in DTYPES]
+    for kind in kinds:
+        pending, expected = begin(rank, name, SIZES[kind[0]], *kind[1:], 0)
+        wrong += [] if same(_torch.wait(pending), expected) else [kind]
     numbers = np.arange(len(kinds))
-    for order in (numbers, numbers[::-1], np.random.default_rng(0).permutation(numbers)):
+    orders = {"forwards": numbers, "backwards": numbers[::-1]}
+    orders |= {"mixed": np.random.default_rng(9).permutation(numbers)}
+    orders |= {"its own": np.random.default_rng(rank).permutation(numbers)}
+    for which, order in orders.items():
         under_way = [begin(rank, name, SIZES[kind[0]], *kind[1:], i) for i, kind in enumerate(kinds)]
         for i in order.tolist():
             pending, expected = under_way[i]
-            if not same(_torch.wait(pending), expected):
-                wrong.append((order[0], i, *kinds[i]))
+            wrong += [] if same(_torch.wait(pending), expected) else [(which, i, *kinds[i])]
         again = [same(_torch.wait(pending), expected) for pending, expected in under_way]  # waited for: no harm
-        wrong += [] if all(again) else [(order[0], "second wait")]
+        wrong += [] if all(again) else [(which, "second wait")]
     return wrong
 
 
-def test_many_under_way(gloo_pool: GlooPool) -> None:
+def test_values_of_many_under_way(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(3, exchange_many) == [[], [], []]
-
-
-def wait_in_different_orders(rank: int, mesh: DeviceMesh) -> list[int]:
-    """Each rank in an order of its own, and late by its own time."""
-    name, sizes = mesh.get_group().group_name, SIZES["large"]
-    under_way = [begin(rank, name, sizes, (3,), torch.float32, i) for i in range(6)]
-    order = np.random.default_rng(rank).permutation(6).tolist()
-    return [i for i in order if not same(_torch.wait(under_way[i][0]), under_way[i][1])]
-
-
-def test_ranks_wait_in_orders_of_their_own(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(3, wait_in_different_orders) == [[], [], []]
 
 
 def strided(rank: int, mesh: DeviceMesh) -> bool:
@@ -161,13 +139,15 @@ WRONG_SIZES = [([1, 1], [1, 1]), ([1], [1, 2]), ([1, 2], [3]), ([1, 2, 0], [1, 2
 
 
 def refused(rank: int, mesh: DeviceMesh) -> list[str]:
+    """Also where the rank's own rows to receive and to send differ."""
     name, messages = mesh.get_group().group_name, []
-    for recv, send in WRONG_SIZES:
-        try:
-            _torch.start_all_to_all(torch.zeros(3, 2), recv, send, name)
-            messages.append("accepted")
-        except ValueError as error:
-            messages.append(str(error))
+    cases = list(WRONG_SIZES)
+    for own in ((3, 1), (3, 2), (0, 1), (1, 0), (-1, -1)):
+        cases.append(tuple([n if peer == rank else 1 for peer in range(2)] for n in own))
+    for recv, send in cases:
+        with pytest.raises(ValueError, match="an all-to-all of 2 ranks needs") as error:
+            _torch.start_all_to_all(torch.zeros(3 if len(messages) < 5 else sum(send), 2), recv, send, name)
+        messages.append(str(error.value))
         pending, expected = begin(rank, name, [[1, 2], [3, 4]], (2,), torch.float32, 0)  # nothing was left under way
         assert same(_torch.wait(pending), expected)
     return messages
@@ -175,28 +155,8 @@ def refused(rank: int, mesh: DeviceMesh) -> list[str]:
 
 def test_wrong_sizes(gloo_pool: GlooPool) -> None:
     for messages in gloo_pool.run(2, refused):
-        for (recv, send), message in zip(WRONG_SIZES, messages, strict=True):
-            assert "an all-to-all of 2 ranks needs" in message and str(recv) in message and str(send) in message
-
-
-def accepted_own(rank: int, mesh: DeviceMesh) -> list[str]:
-    """Sizes of own rows to receive and to send that are not refused by a ValueError."""
-    found = []
-    for own_recv, own_send in ((3, 1), (3, 2), (0, 1), (1, 0), (-1, -1)):
-        recv, send = [1, 1], [1, 1]
-        recv[rank], send[rank] = own_recv, own_send
-        try:
-            _torch.start_all_to_all(torch.zeros(sum(send), 2), recv, send, mesh.get_group().group_name)
-            found.append(f"{own_recv}, {own_send}: accepted")
-        except ValueError:
-            pass
-        except Exception as error:
-            found.append(f"{own_recv}, {own_send}: {error!r}")
-    return found
-
-
-def test_wrong_sizes_of_own_rows(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(2, accepted_own) == [[], []]
+        for (recv, send), message in zip(WRONG_SIZES, messages, strict=False):
+            assert str(recv) in message and str(send) in message
 
 
 def with_other_traffic(rank: int, mesh: DeviceMesh) -> list[bool]:
