@@ -68,7 +68,8 @@ class Rule(NamedTuple):
     """How a list schedule picks; milliseconds.
 
     Attributes:
-        queue: work below which a stream gets its next collective. A long queue leaves no gap where costs are wrong.
+        queue: work below which a stream gets its next collective while compute runs; if minus infinite, only idle
+            streams get one. A long queue leaves no gap where costs are wrong; a short one takes memory late.
         ahead: how far a node that takes memory may be ahead of the smallest priority left; early results fill memory.
         memory: `FREELY`, `SAFELY` or `GREEDILY`.
         wait_by_priority: whether idle compute waits for the collective of the smallest priority, not the first to end.

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from spanwise.overlap.arrays import Floats, Ints, Run, graph_of, limits_of
-from spanwise.overlap.dag import Dag, GraphError, positions
-from spanwise.overlap.engine import replay, side_by_side, simulate
-from spanwise.overlap.quotient import Quotient, alone, in_units, rings, skipped
+from spanwise.overlap.dag import Dag, GraphError
+from spanwise.overlap.engine import in_units, replay, simulate
+from spanwise.overlap.quotient import Quotient, alone, joined, split_units, units_of
 from spanwise.overlap.search import Schedule, default_effort, flight_limits, schedule
 
 Bucket = tuple[int, ...]
@@ -191,20 +191,17 @@ class _Merger:
         Its wait is where the first one was, which frees memory and flights, or at last where the last one was, which
         stalls compute least. The members of a bucket are side by side, and the first of them takes all the time.
         """
-        joint = [one for one in buckets if len(one) > 1]
-        ring, best = rings(self.dag, joint), None
-        starts, both = (skipped(self.dag, joint, order, waits=waits) for waits in (False, True))
-        for late in (starts, order[:0], both):
-            found, at_fault = side_by_side(self.graph, order, ring, late)
-            if at_fault >= 0:
+        joint, best = [one for one in buckets if len(one) > 1], None
+        unit = units_of(self.dag, joint)
+        for late_starts, late_waits in ((True, False), (False, False), (True, True)):
+            found = in_units(self.graph, order, unit, late_starts=late_starts, late_waits=late_waits)
+            if len(found) < len(order):
                 return None
             ms, flight = self.graph.ms.copy(), self.graph.flight.copy()
-            place = positions(found).tolist()
-            for one in joint:
-                first = min(one, key=place.__getitem__)
+            for one in joint:  # members run in the order of their numbers
                 ms[list(one)] = 0.0
-                ms[first] = self.ms(one)
-                flight[[i for i in one if i != first], 0] = 0
+                ms[one[0]] = self.ms(one)
+                flight[list(one[1:]), 0] = 0
             run = replay(self.graph._replace(ms=ms, flight=flight), self.limits, found)
             if run.makespan < (best.makespan if best else math.inf):
                 best = run
@@ -215,4 +212,4 @@ class _Merger:
     def quotient(self, buckets: Sequence[Bucket], order: Ints) -> Quotient:
         """The merged dag of an order in which the members of each bucket are side by side."""
         joint = [one for one in buckets if len(one) > 1]
-        return in_units(self.dag, order, rings(self.dag, joint), {one[0]: self.ms(one) for one in joint})
+        return joined(self.dag, split_units(order, units_of(self.dag, joint)), {one[0]: self.ms(one) for one in joint})

@@ -1,4 +1,4 @@
-"""Heaps, trees of maxima over ranges, and orders with nodes side by side, in compiled code: the tools of `machine`."""
+"""Heaps, trees of maxima over ranges, and orders of joined nodes, in compiled code: the tools of `machine`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit  # type: ignore[import-untyped, unused-ignore]
 from numba.core import event  # type: ignore[import-untyped, unused-ignore]
 
-from spanwise.overlap.arrays import Graph, Ints
+from spanwise.overlap.arrays import Ints
 
 GONE = -(2**61)  # bytes of a position that no longer counts: no later sum comes near zero
 
@@ -139,58 +139,29 @@ def add(tree, marks, first, end, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _in_ring(ring, member, node):  # type: ignore[no-untyped-def]
-    at = ring[node]
-    while at != node and at != member:
-        at = ring[at]
-    return at == member
-
-
-def side_by_side(graph: Graph, order: Ints, ring: Ints, skipped: Ints) -> tuple[Ints, int]:
-    """An order in which the members of each ring are side by side, where the first of them comes, or what follows it.
-
-    What a member depends on moves in front of it. `skipped` members do not bring their ring with them.
+def order_units(graph, unit, key, node_of_key, members, begins, missing, heaps, sizes, found):  # type: ignore[no-untyped-def]
+    """Fill `found` with nodes, whole units at once: of those whose dependencies are there, the one of the smallest key.
 
     Returns:
-        The order, and -1; or a node whose ring would wait for itself.
+        How many were found; fewer than all if units wait for one another.
     """
-    found, waits_for_others = np.empty(len(order), np.int64), np.zeros(len(order), np.bool_)
-    waits_for_others[skipped] = True
-    stack = np.empty(len(graph.deps) + 1, np.int64)
-    with noticed():
-        at_fault = _side_by_side(graph, order, ring, waits_for_others, np.zeros(len(order), np.int8), stack, found)
-    return found, at_fault
-
-
-@compiled
-def _side_by_side(graph, order, ring, waits_for_others, state, stack, found):  # type: ignore[no-untyped-def]
-    """Fill `found`; `state` is 1 where a ring waits for what it depends on, 2 where it is done."""
+    count = len(unit)
+    for i in range(count):
+        missing[unit[i]] += graph.deps_at[i + 1] - graph.deps_at[i]
+    for i in range(count):
+        if unit[i] == i and missing[i] == 0:
+            push(heaps, sizes, 0, key[i])
     num_found = 0
-    for wanted in order:
-        if state[wanted] or waits_for_others[wanted]:
-            continue
-        stack[0], size = wanted, 1
-        while size:
-            node = stack[size - 1]
-            member, done = node, state[node]
-            if done:
-                size -= 1
-            if done == 2:
-                continue
-            while True:
-                state[member] += 1
-                if done:
-                    found[num_found] = member
-                    num_found += 1
-                else:
-                    for at in range(graph.deps_at[member + 1] - 1, graph.deps_at[member] - 1, -1):
-                        dep = graph.deps[at]
-                        if state[dep] == 1 or _in_ring(ring, dep, node):
-                            return member if ring[member] != member else dep
-                        if state[dep] == 0:
-                            stack[size] = dep
-                            size += 1
-                member = ring[member]
-                if member == node:
-                    break
-    return -1
+    while sizes[0]:
+        now = unit[node_of_key[pop(heaps, sizes, 0)]]
+        for at in range(begins[now], begins[now + 1]):
+            member = members[at]
+            found[num_found] = member
+            num_found += 1
+            for user in range(graph.users_at[member], graph.users_at[member + 1]):
+                other = unit[graph.users[user]]
+                if other != now:
+                    missing[other] -= 1
+                    if missing[other] == 0:
+                        push(heaps, sizes, 0, key[other])
+    return num_found

@@ -25,11 +25,32 @@ from spanwise.overlap.timeline import Intervals
 _ROUNDING = 1e-9
 
 
-def side_by_side(graph: Graph, order: Ints, ring: Ints, skipped: Ints) -> tuple[Ints, int]:
-    """An order in which the members of each ring are side by side, and -1; or a node whose ring waits for itself."""
+def in_units(graph: Graph, order: Ints, unit: Ints, *, late_starts: bool = False, late_waits: bool = False) -> Ints:
+    """An order in which the members of each unit are side by side: where the first of them was, or the last.
+
+    Units whose dependencies come later there wait for these. The order is shorter than `order` if units wait for one
+    another.
+
+    Args:
+        unit: of each node, the smallest member of its unit.
+    """
     from spanwise.overlap import compiled  # loads numba, a compiler
 
-    return compiled.side_by_side(graph, order, ring, skipped)
+    position, nodes = positions(order), np.arange(len(order))
+    first, last = position.copy(), position.copy()
+    np.minimum.at(first, unit, position)
+    np.maximum.at(last, unit, position)
+    late = ((graph.stream > 0) & late_starts) | ((graph.stream < 0) & late_waits)
+    members = np.argsort(unit, kind="stable")
+    begins = np.searchsorted(unit[members], np.arange(len(order) + 1))
+    heap, found = np.empty((2, len(order)), np.int64)
+    size, missing = np.zeros(1, np.int64), np.zeros_like(nodes)
+    key = np.where(late, last, first)
+    with compiled.noticed():
+        count = compiled.order_units(
+            graph, unit, key, order, members, begins, missing, heap.reshape(1, -1), size, found
+        )
+    return found[:count]
 
 
 def replay(graph: Graph, limits: Limits, order: Ints, contention: float = 1.0) -> Run:
@@ -80,13 +101,13 @@ class Engine:
         found = self._machine.list_schedule(self._back, self.limits, -last, by_priority, rank, rule, math.inf)
         return found.makespan - found.end
 
-    def settled(self) -> list[int]:
+    def settled(self) -> Run:
         """The known order, with every start as early and every wait as late as dependencies and limits allow.
 
         Compute keeps its order, and so does every stream. The new order takes no longer than the old one at any costs:
         if a collective takes longer than estimated, or compute before it, more time is left until its first reader.
         """
-        return self._machine.settle(self.graph, self.limits).tolist()
+        return self._machine.replay(self.graph, self.limits, self._machine.settle(self.graph, self.limits), 1.0)
 
 
 class Timeline(Intervals):

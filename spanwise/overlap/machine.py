@@ -165,17 +165,39 @@ def _update(graph, limits, state, i):  # type: ignore[no-untyped-def]
     state.numbers[_FIRST] = first
 
 
+class Priorities(NamedTuple):
+    """By what a list schedule picks, and what it picks from.
+
+    Attributes:
+        nodes, rank: nodes by priority, and the place of each among them.
+        lists: ranks of ready nodes, a heap for each stream; then ready waits, new nodes, and nodes that do not fit.
+        sizes: of the heaps.
+    """
+
+    priorities: Floats
+    nodes: Ints
+    rank: Ints
+    lists: Ints
+    sizes: Ints
+
+
 @compiled
-def _take(graph, limits, state, memory, heaps, sizes, stream, too_large, by_priority, priorities, horizon):  # type: ignore[no-untyped-def]
+def _is_instant(graph, node):  # type: ignore[no-untyped-def]
+    """Whether it takes no time and no memory, so that it runs before all others: these may follow."""
+    return graph.stream[node] == 0 and graph.ms[node] == 0.0 and graph.allocated[node] == 0
+
+
+@compiled
+def _take(graph, limits, state, by, memory, stream, horizon):  # type: ignore[no-untyped-def]
     """Remove and return the first ready node of a stream that fits; -1 if none of the first ones does."""
-    count, found = 0, -1
-    while sizes[stream] > 0 and count < _LOOKAHEAD and found < 0:
-        rank = pop(heaps, sizes, stream)
-        node = by_priority[rank]
+    count, found, too_large = 0, -1, by.lists[graph.streams + 2]
+    while by.sizes[stream] > 0 and count < _LOOKAHEAD and found < 0:
+        rank = pop(by.lists, by.sizes, stream)  # instant nodes have negative ranks
+        node = by.nodes[rank]
         if state.done[node]:
             continue
-        if graph.allocated[node] > 0 and priorities[node] > horizon:
-            push(heaps, sizes, stream, rank)
+        if graph.allocated[node] > 0 and by.priorities[node] > horizon:
+            push(by.lists, by.sizes, stream, rank)
             break
         if _fits(graph, limits, state, memory, node):
             found = node
@@ -183,8 +205,39 @@ def _take(graph, limits, state, memory, heaps, sizes, stream, too_large, by_prio
             too_large[count] = rank
             count += 1
     for at in range(count):
-        push(heaps, sizes, stream, too_large[at])
+        push(by.lists, by.sizes, stream, too_large[at])
     return found
+
+
+@compiled
+def _next(graph, limits, state, by, rule, horizon):  # type: ignore[no-untyped-def]
+    """The next compute, or before it a collective whose stream is free by its end; -1 if neither is ready and fits."""
+    clock = state.clock
+    compute = _take(graph, limits, state, by, rule.memory, 0, horizon)
+    if compute >= 0 and _is_instant(graph, compute):
+        return compute
+    until = max(clock[0], clock[0] + rule.queue + (graph.ms[compute] if compute >= 0 else 0.0))
+    for stream in range(1, graph.streams):
+        if by.sizes[stream] and clock[stream] <= until:
+            start = _take(graph, limits, state, by, rule.memory, stream, horizon)
+            if start >= 0:
+                if compute >= 0:
+                    push(by.lists, by.sizes, 0, by.rank[compute])
+                return start
+    return compute
+
+
+@compiled
+def _first_wait(graph, state, waits, count, rank, by_priority):  # type: ignore[no-untyped-def]
+    """The index of the wait whose collective ends first, or whose priority is the smallest."""
+    best = 0
+    for at in range(1, count):
+        one, other = waits[at], waits[best]
+        if by_priority:
+            best = at if rank[one] < rank[other] else best
+        else:
+            best = at if state.end[graph.partner[one]] < state.end[graph.partner[other]] else best
+    return best
 
 
 def list_schedule(
@@ -193,93 +246,56 @@ def list_schedule(
     """A schedule by priorities, the smallest first; left, with an infinite makespan, where it exceeds `longest`."""
     state = _new_state(graph, limits, rule.memory)
     lists, sizes = np.empty((graph.streams + 3, len(graph.ms)), np.int64), np.zeros(graph.streams, np.int64)
-    lists[-1] = limits.order
-    too_large = np.empty(_LOOKAHEAD, np.int64)
+    lists[graph.streams + 1] = limits.order
+    by = Priorities(priorities, by_priority, rank, lists, sizes)
+    work = float(graph.ms[graph.stream == 0].sum())
     with noticed():
-        kept = _list_schedule(
-            graph, limits, state, lists, sizes, too_large, priorities, by_priority, rank, rule, longest
-        )
+        kept = _list_schedule(graph, limits, state, by, rule, longest, work)
     return _run_of(state, kept)
 
 
 @compiled
-def _list_schedule(graph, limits, state, lists, sizes, too_large, priorities, by_priority, rank, rule, longest):  # type: ignore[no-untyped-def]
-    """`lists` has a heap for each stream, then ready waits, instant nodes, and nodes that may have become ready."""
-    count, memory = len(graph.ms), rule.memory
-    done, clock, heaps = state.done, state.clock, lists
-    waits, instant, new = lists[graph.streams], lists[graph.streams + 1], lists[graph.streams + 2]
-    num_waits = num_instant = lowest = 0
-    work = 0.0  # compute that is left
-    for node in range(count):
-        if graph.stream[node] == 0:
-            work += graph.ms[node]
+def _list_schedule(graph, limits, state, by, rule, longest, work):  # type: ignore[no-untyped-def]
+    """`work` is the compute that is left."""
+    count, clock = len(graph.ms), state.clock
+    waits, new = by.lists[graph.streams], by.lists[graph.streams + 1]
+    num_waits, num_new, lowest = 0, count, 0
     soonest = math.inf  # when the first of the waits ends
-    num_new = count
     while True:
         for at in range(num_new):
             node = new[at]
             stream = graph.stream[node]
-            if state.missing[node] or done[node]:
+            if state.missing[node] or state.done[node]:
                 continue
             if stream < 0:
                 waits[num_waits] = node
                 num_waits += 1
                 soonest = min(soonest, state.end[graph.partner[node]])
-            elif stream == 0 and graph.ms[node] == 0.0 and graph.allocated[node] == 0:
-                instant[num_instant] = node
-                num_instant += 1
             else:
-                push(heaps, sizes, stream, rank[node])
+                push(by.lists, by.sizes, stream, by.rank[node] - (count if _is_instant(graph, node) else 0))
         if state.numbers[_COUNT] == count:
-            break
-        chosen = best = -1
-        while num_instant and chosen < 0:  # takes no time and no memory, and others may follow
-            num_instant -= 1
-            chosen = -1 if done[instant[num_instant]] else instant[num_instant]
-        if chosen < 0 and soonest <= clock[0]:
-            for at in range(num_waits):
-                if state.end[graph.partner[waits[at]]] <= clock[0]:
-                    chosen = waits[at]
-                    break
+            return True
+        chosen, horizon = -1, math.inf
+        if soonest <= clock[0]:
+            chosen = waits[_first_wait(graph, state, waits, num_waits, by.rank, False)]
+        elif rule.ahead < math.inf:
+            while state.done[by.nodes[lowest]]:
+                lowest += 1
+            horizon = by.priorities[by.nodes[lowest]] + rule.ahead
         if chosen < 0:
-            horizon = math.inf
-            if rule.ahead < math.inf:
-                while done[by_priority[lowest]]:
-                    lowest += 1
-                horizon = priorities[by_priority[lowest]] + rule.ahead
-            compute = _take(graph, limits, state, memory, heaps, sizes, 0, too_large, by_priority, priorities, horizon)
-            until = clock[0] + rule.queue + (graph.ms[compute] if compute >= 0 else 0.0)
-            for stream in range(1, graph.streams):
-                if sizes[stream] and clock[stream] <= until:
-                    chosen = _take(
-                        graph, limits, state, memory, heaps, sizes, stream, too_large, by_priority, priorities, horizon
-                    )
-                    if chosen >= 0:
-                        break
-            if chosen < 0:
-                chosen = compute
-            elif compute >= 0:
-                push(heaps, sizes, 0, rank[compute])
-        for at in range(num_waits if chosen < 0 else 0):
-            wait = waits[at]
-            end = state.end[graph.partner[wait]]
-            if best < 0 or (rank[wait] < rank[best] if rule.wait_by_priority else end < state.end[graph.partner[best]]):
-                best = wait
-        if chosen < 0:
-            chosen = best
-        if chosen < 0:  # all that is left waits for its stream
-            for stream in range(1, graph.streams):
-                if chosen < 0 and sizes[stream]:
-                    chosen = _take(
-                        graph, limits, state, memory, heaps, sizes, stream, too_large, by_priority, priorities, math.inf
-                    )
-        if chosen < 0 and memory == SAFELY:
+            chosen = _next(graph, limits, state, by, rule, horizon)
+        if chosen < 0 and num_waits:
+            chosen = waits[_first_wait(graph, state, waits, num_waits, by.rank, rule.wait_by_priority)]
+        for stream in range(1, graph.streams):  # all that is left waits for its stream
+            if chosen < 0 and by.sizes[stream]:
+                chosen = _take(graph, limits, state, by, rule.memory, stream, math.inf)
+        if chosen < 0 and rule.memory == SAFELY:
             chosen = limits.order[state.numbers[_FIRST]]
         if chosen < 0 or clock[0] + max(work, graph.tail[chosen]) > longest:
             return False
         if graph.stream[chosen] == 0:
             work -= graph.ms[chosen]
-        if not _issue(graph, limits, state, memory, 1.0, chosen):
+        if not _issue(graph, limits, state, rule.memory, 1.0, chosen):
             return False
         if graph.stream[chosen] < 0:
             left, soonest = 0, math.inf
@@ -293,7 +309,6 @@ def _list_schedule(graph, limits, state, lists, sizes, too_large, priorities, by
         for at in range(num_new):
             new[at] = graph.users[graph.users_at[chosen] + at]
             state.missing[new[at]] -= 1
-    return True
 
 
 def replay(graph: Graph, limits: Limits, order: Ints, contention: float) -> Run:
@@ -334,47 +349,34 @@ def _issue_after_deps(graph, limits, state, last, stack):  # type: ignore[no-unt
 def settle(graph: Graph, limits: Limits) -> Ints:
     """The known order with every start as early, and every wait as late, as dependencies and limits allow."""
     state = _new_state(graph, limits, SAFELY)
-    lists = np.empty((graph.streams + 1, len(graph.ms)), np.int64)
-    sizes, stack = np.zeros((2, graph.streams), np.int64), np.empty(len(graph.deps) + 1, np.int64)
+    stack = np.empty(len(graph.deps) + 1, np.int64)
+    in_order = limits.order[np.argsort(graph.stream[limits.order], kind="stable")]  # by stream
+    next_start = np.searchsorted(graph.stream[in_order], np.arange(graph.streams + 1))
     with noticed():
-        _settle(graph, limits, state, lists, sizes, stack)
+        _settle(graph, limits, state, in_order, next_start, next_start.copy(), stack)
     return state.order
 
 
 @compiled
-def _settle(graph, limits, state, starts, sizes, stack):  # type: ignore[no-untyped-def]
-    """`starts` of each stream, and in the last row waits whose turn is over, in that order."""
-    num_starts, next_start = sizes[0], sizes[1]
-    late, num_late = starts[graph.streams], 0
+def _settle(graph, limits, state, in_order, next_start, first_start, stack):  # type: ignore[no-untyped-def]
     for i in limits.order:
-        stream = graph.stream[i]
-        if stream > 0:
-            starts[stream, num_starts[stream]] = i
-            num_starts[stream] += 1
-    for i in limits.order:
-        if state.done[i]:
-            continue
-        if graph.stream[i] < 0 and graph.users_at[i + 1] > graph.users_at[i]:
-            late[num_late] = i
-            num_late += 1
-            continue
+        if state.done[i] or (graph.stream[i] < 0 and graph.users_at[i + 1] > graph.users_at[i]):
+            continue  # a wait is issued when something needs it
         for at in range(graph.deps_at[i], graph.deps_at[i + 1]):
             if not state.done[graph.deps[at]]:
                 _issue_after_deps(graph, limits, state, graph.deps[at], stack)
-        if not _fits(graph, limits, state, SAFELY, i):  # back to the known order, which always fits
-            for at in range(num_late):
-                if not state.done[late[at]]:
-                    _issue_after_deps(graph, limits, state, late[at], stack)
-            num_late = 0
+        while not (
+            state.done[i] or _fits(graph, limits, state, SAFELY, i)
+        ):  # back to the known order, which always fits
+            _issue_after_deps(graph, limits, state, limits.order[state.numbers[_FIRST]], stack)
         _issue_after_deps(graph, limits, state, i, stack)
         for stream in range(1, graph.streams):
-            while next_start[stream] < num_starts[stream]:
-                start = starts[stream, next_start[stream]]
+            while next_start[stream] < first_start[stream + 1]:
+                start = in_order[next_start[stream]]
                 if not state.done[start]:
                     if state.missing[start] or not _fits(graph, limits, state, SAFELY, start):
                         break
                     _issue_after_deps(graph, limits, state, start, stack)
                 next_start[stream] += 1
-    for at in range(num_late):
-        if not state.done[late[at]]:
-            _issue_after_deps(graph, limits, state, late[at], stack)
+    for i in limits.order:
+        _issue_after_deps(graph, limits, state, i, stack)

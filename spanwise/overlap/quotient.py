@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from spanwise.overlap.arrays import Ints, graph_of
-from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage, positions
-from spanwise.overlap.engine import side_by_side
+from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.engine import in_units
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,8 +132,8 @@ def merge(
         buckets: starts that become one, by number: of one group, and each in one bucket only.
         ms: milliseconds of each bucket.
         order: a legal order of `dag`'s nodes, which the merged dag follows; default: its own. A merged collective
-            starts where the first of its members did; dependencies of the others are moved in front of it.
-        late: start it, and wait for it, where the last of its members did instead, unless something needs it before.
+            starts where the first of its members did, or once all that they depend on is there.
+        late: start it, and wait for it, where the last of its members did instead. What needs it before moves behind.
 
     Raises:
         GraphError: two nodes would wait for one another; names a member of the bucket at fault.
@@ -159,46 +159,34 @@ def merge(
                 raise GraphError(dag.nodes[i].name, "it is in two buckets")
         seen.update(bucket)
     known = np.arange(len(dag)) if order is None else np.array(order, np.int64)
-    ring = rings(dag, buckets)
-    found, at_fault = side_by_side(graph_of(dag), known, ring, skipped(dag, buckets, known) if late else known[:0])
-    if at_fault >= 0:
-        start = dag.nodes[at_fault].start if dag.nodes[at_fault].start >= 0 else at_fault
-        bucket = sorted(next((bucket for bucket in buckets if start in bucket), buckets[0]))
-        names = ", ".join(repr(dag.nodes[i].name) for i in bucket)
-        raise GraphError(dag.nodes[bucket[0]].name, f"no bucket of {names}: they would wait for one another")
-    return in_units(dag, found, ring, {min(bucket): cost for bucket, cost in zip(buckets, ms, strict=True)})
+    unit = units_of(dag, buckets)
+    found = in_units(graph_of(dag), known, unit, late_starts=late, late_waits=late)
+    if len(found) < len(dag):
+        raise _circle(dag, buckets, unit, set(found.tolist()))
+    return joined(dag, split_units(found, unit), {min(bucket): cost for bucket, cost in zip(buckets, ms, strict=True)})
 
 
-def in_units(dag: Dag, order: Ints, ring: Ints, ms: dict[int, float]) -> Quotient:
-    """The quotient of an order in which the members of each ring are side by side."""
-    members: list[list[int]] = []
-    unit = np.arange(len(dag))  # the smallest member of each ring, found by doubling steps
-    step = ring.copy()
-    while not np.array_equal(unit, lower := np.minimum(unit, unit[step])):
-        unit, step = lower, step[step]
-    for i in order.tolist():
-        if members and ring[i] != i and unit[i] == unit[members[-1][0]]:
-            members[-1].append(i)
-        else:
-            members.append([i])
-    return joined(dag, [sorted(of_unit) for of_unit in members], ms)
-
-
-def rings(dag: Dag, buckets: Iterable[Sequence[int]]) -> Ints:
-    """Of each node, the next member of its bucket, around; starts and waits have rings of their own."""
-    ring = np.arange(len(dag))
+def units_of(dag: Dag, buckets: Iterable[Sequence[int]]) -> Ints:
+    """Of each node, the smallest member of its unit: the starts of a bucket are one, and so are their waits."""
+    unit = np.arange(len(dag))
     for bucket in buckets:
-        waits = [dag.wait_of[i] for i in sorted(bucket) if i in dag.wait_of]
-        for of_ring in (sorted(bucket), sorted(waits)):
-            ring[of_ring] = of_ring[1:] + of_ring[:1]
-    return ring
+        for members in (list(bucket), [dag.wait_of[i] for i in bucket if i in dag.wait_of]):
+            unit[members] = min(members, default=0)
+    return unit
 
 
-def skipped(dag: Dag, buckets: Iterable[Sequence[int]], order: Ints, *, waits: bool = True) -> Ints:
-    """Starts, and waits, of buckets after which another one comes in the order: they come with the last one."""
-    place = positions(order).tolist()
-    found: list[int] = []
-    for bucket in buckets:
-        for of_ring in (bucket, [dag.wait_of[i] for i in bucket if waits and i in dag.wait_of]):
-            found += sorted(of_ring, key=place.__getitem__)[:-1]
-    return np.array(found, np.int64)
+def split_units(order: Ints, unit: Ints) -> list[list[int]]:
+    """Members of the units of an order in which they are side by side."""
+    return [one.tolist() for one in np.split(order, np.flatnonzero(np.diff(unit[order])) + 1) if len(one)]
+
+
+def _circle(dag: Dag, buckets: Sequence[Sequence[int]], unit: Ints, done: set[int]) -> GraphError:
+    """The error for buckets that wait for one another: follow what units wait for until one is there again."""
+    waits_for = {int(unit[i]): int(unit[dep]) for i in range(len(dag)) for dep in dag.nodes[i].deps if dep not in done}
+    seen = [next(iter(waits_for))]
+    while waits_for[seen[-1]] not in seen:
+        seen.append(waits_for[seen[-1]])
+    circle = {dag.nodes[i].start if dag.nodes[i].start >= 0 else i for i in seen[seen.index(waits_for[seen[-1]]) :]}
+    bucket = sorted(next(bucket for bucket in buckets if len(bucket) > 1 and circle & set(bucket)))
+    names = ", ".join(repr(dag.nodes[i].name) for i in bucket)
+    return GraphError(dag.nodes[bucket[0]].name, f"no bucket of {names}: they would wait for one another")

@@ -1,12 +1,14 @@
 """Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget and limits in flight.
 
-    1. list schedules by a few priorities and rules
+    1. list schedules by a few priorities, and by random ones
     2. each improved by passes backward and forward, as long as that helps
     3. restarts from the best ones with noise in their priorities, until the effort is spent or the bound reached
-    4. the same at smaller budgets, so that more memory never gives a longer schedule
+    4. all of that at each of a few budgets, up to the given one
     5. the best schedule, with its collectives started earlier and waited for later
 
-The graph's own order is a candidate, so the result is never longer. The same input gives the same order everywhere.
+The graph's own order is a candidate, so the result is never longer. Budgets are searched one by one, each as if it were
+the given one: more memory or more effort adds candidates and removes none. The same input gives the same order
+everywhere.
 """
 
 from __future__ import annotations
@@ -18,21 +20,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spanwise.overlap.arrays import GREEDILY, SAFELY, Floats, Ints, Limits, Rule, Run, limits_of
+from spanwise.overlap.arrays import GREEDILY, Floats, Ints, Limits, Rule, Run, limits_of
 from spanwise.overlap.bounds import Bounds, heads, lower_bounds, tails
 from spanwise.overlap.dag import Dag, Order
 from spanwise.overlap.engine import Engine, Timeline, simulate
 
 GIB = 2**30
 OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
-# Nodes issued in all schedules of one search together, and the fewest and most schedules.
-_ISSUED, _FEWEST, _MOST = 24_000, 16, 400
+# Nodes issued in all schedules of one budget together, and the fewest and most schedules.
+_ISSUED, _FEWEST, _MOST = 40_000, 16, 500
 # Rules of list schedules; queue and lead are shares of the bound.
-_EAGER, _GREEDY = Rule(0.0, math.inf, SAFELY), Rule(0.0, math.inf, GREEDILY)
-_OTHERS = (Rule(1 / 32, math.inf, SAFELY), Rule(1 / 32, 5 / 64, SAFELY), Rule(1 / 2, math.inf, SAFELY))
-_RULES = (_EAGER, *_OTHERS, _GREEDY)
-_SMALLER = (1.0, 1.25)  # budgets below the given one that are searched as well, in peaks of the own order
-_FRONT = 4  # schedules from which noise starts
+_EAGER, _PACED, _QUEUED = Rule(), Rule(1 / 32, 5 / 64), Rule(1 / 2)
+_GREEDY, _EARLY, _LATE = (Rule(queue, memory=GREEDILY) for queue in (0.0, math.inf, -math.inf))
+_RULES, _RANDOM = (_EAGER, _GREEDY, _PACED, _QUEUED, _LATE), (_GREEDY, _EARLY, _LATE)
+# Budgets that are searched, in percent of the own order's peak, and after these any memory; with few schedules, those
+# in between.
+_BUDGETS, _BETWEEN, _FEW = (100, 110, 125, 150, 200, 300), range(104, 200, 4), 24
+_FRONT = 6  # schedules that are improved, and from which noise starts
+_LISTS = 60  # list schedules by random priorities
 _REBASED = 8  # restarts after which the best order becomes the known one, which says what is safe
 
 
@@ -118,7 +123,7 @@ def schedule(
     effort = default_effort(dag) if effort is None else effort
     if effort < 0:
         raise ValueError(f"effort must not be negative, got {effort}")
-    smaller = _SMALLER if before is None else ()
+    is_given = before is not None
     before = before or simulate(dag)
     if budget is not None and before.peak_bytes > budget:
         before = simulate(dag, low_memory_order(dag, budget))
@@ -130,13 +135,22 @@ def schedule(
     slower = dag.slower(multiplier)
     floor = bounds.makespan if multiplier == 1.0 else lower_bounds(slower).makespan
     in_flight_now = flight_limits(dag, before.order.tolist(), in_flight, in_flight_bytes)
-    best = _Best(dag, slower, before, OPTIMAL * floor)
-    search = _Search(slower, best, floor, effort)
-    most = search.run(limits_of(dag, before.order, budget, in_flight_now))
-    for share in reversed(smaller):
-        if share * own < min(budget, most) and not best.done:
-            search.run(limits_of(dag, before.order, int(share * own), in_flight_now))
-    return Schedule(best.settled(in_flight_now), before, budget, bounds)
+    best = _Best(dag, slower, before, budget, OPTIMAL * floor)
+    search, most = _Search(slower, best, floor), math.inf
+    for rung, tries in [(budget, effort)] if is_given else _rungs(own, budget, effort):
+        if rung < most and not best.done:  # else all orders that were tried fit into less
+            most = search.run(limits_of(dag, before.order, rung, in_flight_now), tries)
+    found = before if best.order is before.order else simulate(dag, best.order.tolist())
+    return Schedule(found, before, budget, bounds)
+
+
+def _rungs(own: int, budget: int, effort: int) -> list[tuple[float, int]]:
+    """Budgets up to the given one, the largest first, and the orders to try; they depend on the own peak alone."""
+    found: dict[float, int] = {own * percent // 100: min(effort, _FEW) for percent in _BETWEEN}
+    found |= dict.fromkeys([own * percent // 100 for percent in _BUDGETS] + [own + max(GIB, own // 20)], effort)
+    if budget >= own * _BUDGETS[-1] // 100:
+        found[math.inf] = effort
+    return sorted(((rung, of) for rung, of in found.items() if rung <= budget or rung == math.inf), reverse=True)
 
 
 def flight_limits(dag: Dag, order: Sequence[int], count: int | None, num_bytes: int | None) -> Floats:
@@ -151,16 +165,20 @@ def flight_limits(dag: Dag, order: Sequence[int], count: int | None, num_bytes: 
     return found
 
 
+_NOTHING = Run(math.inf, 0, np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0))
+
+
 class _Best:
     """The shortest order so far; of equally short ones, the one with the lowest peak.
 
     Args:
         dag, slower: with the costs as given, and with the multiplier, which the search sees.
+        budget: most bytes of an order; the search may try larger ones.
         enough: milliseconds at which the search stops.
     """
 
-    def __init__(self, dag: Dag, slower: Dag, before: Timeline, enough: float) -> None:
-        self.dag, self.slower, self.before, self.enough = dag, slower, before, enough
+    def __init__(self, dag: Dag, slower: Dag, before: Timeline, budget: int, enough: float) -> None:
+        self.dag, self.slower, self.before, self.budget, self.enough = dag, slower, before, budget, enough
         self.order = before.order
         self.peak = before.peak_bytes
         self.makespan = before.makespan if slower is dag else simulate(slower, before.order.tolist()).makespan
@@ -171,19 +189,10 @@ class _Best:
 
     def offer(self, found: Run) -> None:
         """Keep an order that is better; none is longer than the one before at the costs as given."""
-        if (found.makespan, found.peak) >= (self.makespan, self.peak) or found.makespan == math.inf:
+        if found.peak > self.budget or (found.makespan, found.peak) >= (self.makespan, self.peak):
             return
         if self.slower is self.dag or simulate(self.dag, found.order.tolist()).makespan <= self.before.makespan:
             self.makespan, self.peak, self.order = found.makespan, found.peak, found.order
-
-    def settled(self, in_flight: Floats) -> Timeline:
-        """The best order with starts earlier and waits later, as far as its own peak allows."""
-        if self.order is self.before.order:
-            return self.before
-        plain = simulate(self.dag, self.order.tolist())
-        limits = limits_of(self.dag, self.order, self.peak, in_flight)
-        found = simulate(self.dag, Engine(self.dag, limits).settled())
-        return found if (found.makespan, found.peak_bytes) <= (plain.makespan, plain.peak_bytes) else plain
 
 
 class _Search:
@@ -194,8 +203,8 @@ class _Search:
         floor: milliseconds that no order beats, of which rules and noise are shares.
     """
 
-    def __init__(self, dag: Dag, best: _Best, floor: float, effort: int) -> None:
-        self.dag, self.best, self.floor, self.effort = dag, best, floor, effort
+    def __init__(self, dag: Dag, best: _Best, floor: float) -> None:
+        self.dag, self.best, self.floor = dag, best, floor
         order = best.before.order
         self.engine = Engine(dag, limits_of(dag, order, math.inf))
         compute = np.where(self.engine.graph.stream == 0, dag.ms, 0.0)
@@ -203,40 +212,41 @@ class _Search:
         turn[order] = np.cumsum(compute[order])
         self.priorities = (turn, -tails(dag)[0], _nearest_collective(self.engine, order, heads(dag)))
 
-    def run(self, limits: Limits) -> int:
-        """Search within these limits from the order before; the highest peak of all orders that were tried."""
-        self.left, self.most, self.shortest = self.effort, 0, math.inf
+    def run(self, limits: Limits, effort: int) -> int:
+        """Try so many orders within these limits; the highest peak of all of them."""
+        self.left, self.most, self.ours = effort, 0, _NOTHING
         self.engine = self.engine.with_limits(limits)
-        front = self._best_of([(priority, rule, False) for rule in (_EAGER, _GREEDY) for priority in self.priorities])
-        others = [(priority, rule, False) for rule in _OTHERS for priority in self.priorities]
-        front += self._best_of(others + [(priority, _EAGER, True) for priority in self.priorities])
+        front = self._best_of([(priority, rule, False) for rule in _RULES[:2] for priority in self.priorities])
+        trials = [(priority, rule, False) for rule in _RULES[2:] for priority in self.priorities]
+        front += self._best_of(trials + [(priority, _EAGER, True) for priority in self.priorities])
+        random = [(_uniform(-seed, len(self.dag)), _RANDOM[seed % len(_RANDOM)], False) for seed in range(_LISTS)]
+        front += self._best_of(random)
         front.sort(key=lambda found: found[1].makespan)
         for number in range(self.left if front else 0):
             if self.left <= 0 or self.best.done:
                 break
             if number % _REBASED == _REBASED - 1:
-                shortest = self.ours.order
-                known = limits_of(self.dag, shortest, limits.budget, limits.in_flight)
+                known = limits_of(self.dag, self.ours.order, limits.budget, limits.in_flight)
                 self.engine = self.engine.with_limits(known)
             at = number % min(_FRONT, len(front))
             priorities, found = front[at]
             draw = _integers(number, 4)
-            if draw[0] % 2:
-                priorities = self.engine.backward(found.end)
-            noise = self.floor / 2.0 ** (2 + draw[1] % 6) * _uniform(number, len(self.dag))
-            rule = _RULES[int(draw[2] % len(_RULES))]
-            if draw[0] % 4 == 0:  # a plain greedy schedule of any order
-                priorities, rule = np.zeros(len(self.dag)), _GREEDY
-            new = self._try(priorities + noise, rule, bool(draw[3] % 2), longest=found.makespan)
+            rule, noise = _RULES[int(draw[2] % len(_RULES))], _uniform(number, len(self.dag))
+            if draw[0] % 4 == 0:
+                priorities, rule = noise, _RANDOM[int(draw[2] % len(_RANDOM))]
+            else:
+                priorities = self.engine.backward(found.end) if draw[0] % 2 else priorities
+                priorities = priorities + noise * self.floor / 2.0 ** (2 + draw[1] % 6)
+            new = self._try(priorities, rule, bool(draw[3] % 2), longest=found.makespan)
             if new is not None and new[1].makespan < found.makespan:
                 front[at] = new
         return self.most
 
     def _best_of(self, trials: Sequence[tuple[Floats, Rule, bool]]) -> list[tuple[Floats, Run]]:
-        """Schedules that differ, each improved, the shortest first."""
+        """Schedules that differ, the shortest first and improved."""
         tried = [self._try(*trial) for trial in trials]
         found = {round(one[1].makespan / max(self.floor, 1e-300), 9): one for one in tried if one is not None}
-        return [self._improved(*found[share]) for share in sorted(found) if share < math.inf]
+        return [self._improved(*found[share]) for share in sorted(found)[:_FRONT] if share < math.inf]
 
     def _improved(self, priorities: Floats, found: Run) -> tuple[Floats, Run]:
         """Passes backward and forward from a schedule, as long as they make it shorter."""
@@ -255,16 +265,20 @@ class _Search:
         if self.left <= 0 or self.best.done:
             return None
         self.left -= 1
+        floor = max(self.floor, 1e-300)  # infinite shares stay infinite
         rule = Rule(
-            rule.queue * self.floor,
-            rule.ahead * self.floor if rule.ahead < math.inf else math.inf,
+            rule.queue * floor,
+            rule.ahead * floor,
             rule.memory,
             by_priority,
         )
         found = self.engine.forward(priorities, rule, longest)
-        self.best.offer(found)
-        if found.makespan < self.shortest:
-            self.shortest, self.ours = found.makespan, found
+        if (found.makespan, found.peak) < (self.ours.makespan, self.ours.peak):
+            own = limits_of(self.dag, found.order, found.peak, self.engine.limits.in_flight)
+            settled = self.engine.with_limits(own).settled()
+            self.ours = settled if (settled.makespan, settled.peak) <= (found.makespan, found.peak) else found
+            self.best.offer(self.ours)
+            self.best.offer(found)  # it may take less memory
         self.most = max(self.most, found.peak)
         return priorities, found
 

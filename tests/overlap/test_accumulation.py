@@ -148,7 +148,6 @@ def greedy(dag: Dag, budget: int) -> float:
     [(accumulated, 1.0), (accumulated, 1.1), (accumulated, 1.5), (accumulated, 99), (recommended, 99)],
 )
 def test_never_longer_than_greedy_lists(family: Callable[[int], Dag], share: float) -> None:
-    """Short of memory, `recommended` is up to 5 % longer than the best of 64."""
     for seed in range(8):
         dag = family(seed)
         budget = int(share * dag.peak_bytes())
