@@ -193,16 +193,16 @@ class _Merger:
         """
         joint, best = [one for one in buckets if len(one) > 1], None
         unit = units_of(self.dag, joint)
+        others = unit != np.arange(len(unit))
+        ms, flight = self.graph.ms.copy(), self.graph.flight.copy()
+        ms[others], flight[others, 0] = 0.0, 0
+        ms[[one[0] for one in joint]] = [self.ms(one) for one in joint]
+        graph = self.graph._replace(ms=ms, flight=flight)
         for late_starts, late_waits in ((True, False), (False, False), (True, True)):
-            found = in_units(self.graph, order, unit, late_starts=late_starts, late_waits=late_waits)
+            found = in_units(graph, order, unit, late_starts=late_starts, late_waits=late_waits)
             if len(found) < len(order):
                 return None
-            ms, flight = self.graph.ms.copy(), self.graph.flight.copy()
-            for one in joint:  # members run in the order of their numbers
-                ms[list(one)] = 0.0
-                ms[one[0]] = self.ms(one)
-                flight[list(one[1:]), 0] = 0
-            run = replay(self.graph._replace(ms=ms, flight=flight), self.limits, found)
+            run = replay(graph, self.limits, found)
             if run.makespan < (best.makespan if best else math.inf):
                 best = run
             if run.makespan <= limit:

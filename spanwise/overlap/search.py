@@ -146,7 +146,7 @@ def schedule(
 
 def _rungs(own: int, budget: int, effort: int) -> list[tuple[float, int]]:
     """Budgets up to the given one, the largest first, and the orders to try; they depend on the own peak alone."""
-    found: dict[float, int] = {own * percent // 100: min(effort, _FEW) for percent in _BETWEEN}
+    found: dict[float, int] = {own * percent // 100: min(effort // 4, _FEW) for percent in _BETWEEN}
     found |= dict.fromkeys([own * percent // 100 for percent in _BUDGETS] + [own + max(GIB, own // 20)], effort)
     if budget >= own * _BUDGETS[-1] // 100:
         found[math.inf] = effort
