@@ -73,25 +73,6 @@ class Layout:
                 )
 
     @classmethod
-    def from_runs(cls, rows: Sequence[Sequence[ArrayLike]], seq_len: int) -> Layout:
-        """Builds a layout from ``rows[batch row][rank]``, int arrays ``[num_runs, 2]`` of (start, stop).
-
-        Raises:
-            ValueError: as the constructor, or rows have different numbers of ranks.
-
-        >>> Layout.from_runs([[[(0, 2), (6, 8)], [(2, 6)]]], seq_len=8).num_tokens(0)
-        4
-        """
-        pieces = []
-        for index, runs_per_rank in enumerate(rows):
-            if len(runs_per_rank) != len(rows[0]):
-                raise ValueError(f"row 0 has {len(rows[0])} ranks, row {index} has {len(runs_per_rank)}")
-            runs = [_int_array(r, 2, "runs") for r in runs_per_rank]
-            ranks = np.repeat(np.arange(len(runs)), [len(r) for r in runs])
-            pieces.append(np.column_stack([ranks, np.concatenate([np.empty((0, 2), np.int64), *runs])]))
-        return cls(pieces, len(rows[0]) if len(rows) else 1, seq_len)
-
-    @classmethod
     def from_owners(cls, owner: ArrayLike, num_ranks: int, seq_len: int, block_size: int) -> Layout:
         """Builds a layout from the owner of each block of ``block_size`` tokens; the last block may be short.
 
@@ -270,28 +251,18 @@ class Layout:
         """`slots` in runs: their tokens, and the differences of slots to positions, counted through all batch rows.
 
         Returns:
-            int64 ``[2, num_runs]``, the runs of a batch row behind those of the one before.
+            int64 ``[2, num_runs]``, the runs of a batch row behind those of the one before, each row's ascending.
         """
-        rows = [self.slot_runs(row) for row in range(self.batch_size)]
-        length = np.concatenate([runs[:, 1] - runs[:, 0] for runs, _ in rows])
-        shift = [slot - runs[:, 0] - row * self.seq_len for row, (runs, slot) in enumerate(rows)]
-        return np.stack([length, np.concatenate(shift)])
-
-    def slot_runs(self, row: int = 0) -> tuple[Int64, Int64]:
-        """All runs of a batch row, ascending, int64 ``[n, 2]``, and the slot of the first token of each, ``[n]``.
-
-        >>> Layout.from_owners([1, 0], num_ranks=2, seq_len=4, block_size=2).slot_runs()
-        (array([[0, 2],
-               [2, 4]]), array([2, 0]))
-        """
-        row = self._check_row(row)
-        runs, padded = self._rows[row], int(self.tokens_per_rank.max())
-        rank = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
-        length = runs[:, 1] - runs[:, 0]
-        before = np.cumsum(length) - length  # tokens of all earlier runs, whatever their rank
-        shard = np.append(0, np.cumsum(self.tokens_per_rank))[rank]
-        by_start = np.argsort(runs[:, 0])
-        return runs[by_start], ((rank * self.batch_size + row) * padded + before - shard)[by_start]
+        found, padded = [], int(self.tokens_per_rank.max())
+        shards = np.append(0, np.cumsum(self.tokens_per_rank))
+        for row, runs in enumerate(self._rows):
+            rank = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
+            length = runs[:, 1] - runs[:, 0]
+            before = np.cumsum(length) - length  # tokens of all earlier runs, whatever their rank
+            slot = (rank * self.batch_size + row) * padded + before - shards[rank]
+            by_start = np.argsort(runs[:, 0])
+            found.append(np.stack([length, slot - runs[:, 0] - row * self.seq_len])[:, by_start])
+        return np.concatenate(found, axis=1)
 
     def digest(self) -> bytes:
         """SHA-256 of everything that two equal layouts share; the same on every platform."""

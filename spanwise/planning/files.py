@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +19,11 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.candidate import Candidate
-from spanwise.planning.plan_data import PlanData
+from spanwise.planning.plan_data import PlanData, PlanT
 from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, resolve
 
-FORMAT = 4
-PlanT = TypeVar("PlanT", bound=PlanData)
+FORMAT = 5
 
 
 def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
@@ -34,9 +33,7 @@ def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
         arrays[f"mask{i}_start"], arrays[f"mask{i}_end"] = mask.start, mask.end
     for name, layout in (("runs", plan.layout), ("kv_runs", plan.kv_layout)):
         if name == "runs" or layout != plan.layout:
-            for row in range(layout.batch_size):
-                for rank in range(plan.num_ranks):
-                    arrays[f"{name}{row}_{rank}"] = layout.runs(rank, row)
+            arrays |= {f"{name}{row}": layout.pieces(row) for row in range(layout.batch_size)}
     for row, cu in enumerate(plan.cu_seqlens or ()):
         arrays[f"cu_seqlens{row}"] = cu
     if plan.packing is not None:
@@ -76,14 +73,13 @@ def load(cls: type[PlanT], path: str | os.PathLike[str], exchange: Any = None) -
                 name: SpanMask(data[f"mask{i}_start"], data[f"mask{i}_end"], header["kv_len"])
                 for i, name in enumerate(header["masks"])
             }
-            ranks = range(header["num_ranks"])
 
             def layout(name: str, length: int) -> Layout:
                 rows = range(header["layout_rows"])
-                return Layout.from_runs([[data[f"{name}{row}_{rank}"] for rank in ranks] for row in rows], length)
+                return Layout([data[f"{name}{row}"] for row in rows], header["num_ranks"], length)
 
             of_queries = layout("runs", header["seq_len"])
-            kv_layout = layout("kv_runs", header["kv_len"]) if "kv_runs0_0" in data else of_queries
+            kv_layout = layout("kv_runs", header["kv_len"]) if "kv_runs0" in data else of_queries
             packed = {name[8:]: data[name] for name in data if name.startswith("packing_")}
             packing = Packing.from_arrays(packed) if packed else None
             cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None

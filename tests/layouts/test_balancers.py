@@ -300,7 +300,7 @@ class Returns:
         [0, 1, 1, 0],
         np.array([0, 1, 1, 0], dtype=np.uint8),
         torch.tensor([[0, 1, 1, 0]]),
-        Layout.from_runs([[[[0, 4], [12, 14]], [[4, 12]]]], 14),
+        Layout([[(0, 0, 4), (0, 12, 14), (1, 4, 12)]], 2, 14),
     ],
 )
 def test_user_balancer(answer):

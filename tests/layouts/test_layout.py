@@ -51,12 +51,11 @@ def test_every_way_to_build_gives_an_equal_layout(case):
     owner, num_ranks = case
     batch, seq_len = owner.shape
     layout = Layout.from_owners(owner, num_ranks, seq_len, block_size=1)
-    from_runs = Layout.from_runs([[layout.runs(r, b) for r in range(num_ranks)] for b in range(batch)], seq_len)
     from_pieces = Layout([layout.pieces(b) for b in range(batch)], num_ranks, seq_len)
     # One piece a token, in falling order: the constructor sorts and merges.
     tokens = np.arange(seq_len)[::-1]
     from_tokens = Layout([np.column_stack([row[::-1], tokens, tokens + 1]) for row in owner], num_ranks, seq_len)
-    for other in (from_runs, from_pieces, from_tokens):
+    for other in (from_pieces, from_tokens):
         assert other == layout
         assert hash(other) == hash(layout)
         assert other.digest() == layout.digest()
@@ -156,10 +155,8 @@ def test_refuses_bad_arguments():
         Layout.from_owners([0, 1, 0], 2, seq_len=8, block_size=4)
     with pytest.raises(ValueError, match="integers, got dtype float64"):
         Layout.from_owners([0.0, 1.0], 2, seq_len=8, block_size=4)
-    with pytest.raises(ValueError, match="row 0 has 2 ranks, row 1 has 1"):
-        Layout.from_runs([[[[0, 4]], [[4, 8]]], [[[0, 8]]]], seq_len=8)
     with pytest.raises(ValueError, match="at least one batch row"):
-        Layout.from_runs([], seq_len=8)
+        Layout([], 1, seq_len=8)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
         Layout.from_owners([0, 1], 2, seq_len=8, block_size=4).num_tokens(2)
 
