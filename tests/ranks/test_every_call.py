@@ -61,11 +61,12 @@ def gated_linear(mesh: DeviceMesh, options: Options) -> Call:
 
 def gated_delta(mesh: DeviceMesh, options: Options) -> Call:
     """Behind a convolution."""
-    route, gates = recurrence.recurrence_route(plan_of(mesh), mesh), torch.full((1, TOKENS, 1), 0.5)
+    route = recurrence.recurrence_route(plan_of(mesh), mesh)
     bias, normalize = options.get("bias"), options.get("normalize", False)
 
     def call(x: torch.Tensor) -> Any:
         x = recurrence.causal_conv(x[None], torch.ones(5, 3), bias, route)[:, :, None]
+        gates = torch.full((1, x.shape[1], 1), 0.5)
         return recurrence.gated_delta(x, x, x, -gates, gates, route, normalize=normalize)
 
     return call
