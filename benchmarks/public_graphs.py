@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._higher_order_ops.triton_kernel_wrap
+import torch._inductor.inductor_prims
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -56,11 +58,21 @@ class Reader:
         self.args.append(value)
 
 
+class Kernel:
+    """A Triton kernel, which never runs."""
+
+    def __init__(self, function: Any) -> None:
+        self.fn, self.__name__, self.arg_names, self.params = function, function.__name__, [], []
+
+
 def load(path: Path) -> tuple[fx.GraphModule, dict[str, Any]]:
     """The graph of a file, and the names that the file defines."""
     text = re.sub(r"^(os\.environ\[|import triton).*$", "", path.read_text(), flags=re.M)
-    kernel = types.SimpleNamespace(jit=lambda function: types.SimpleNamespace(fn=function, arg_names=[], params=[]))
-    names: dict[str, Any] = {"triton": kernel, "tl": types.SimpleNamespace(constexpr=int), "__name__": path.stem}
+    names: dict[str, Any] = {
+        "triton": types.SimpleNamespace(jit=Kernel),
+        "tl": types.SimpleNamespace(constexpr=int),
+        "__name__": path.stem,
+    }
     exec(compile(text, str(path), "exec"), names)
     reader = Reader()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
