@@ -1,1 +1,1 @@
-"""Who holds which token: layouts, packings, balancers and the local search."""
+"""Who holds which token: layouts, packings and balancers."""

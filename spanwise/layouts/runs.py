@@ -21,13 +21,6 @@ def ragged_arange(runs: Int64, dtype: Any = np.int64) -> np.ndarray:
     return np.cumsum(tokens, dtype=dtype, out=tokens)
 
 
-def positions_in(tokens: Int64, runs: Int64) -> Int64:
-    """Index of each token among the tokens of ascending runs ``[n, 2]`` that contain it."""
-    before = np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])])
-    run = np.searchsorted(runs[:, 0], tokens, side="right") - 1
-    return before[run] + tokens - runs[run, 0]
-
-
 def subtract_runs(runs: Int64, minus: Int64) -> Int64:
     """Tokens of ``runs`` that are not in ``minus``; both int64 ``[n, 2]``, ascending and disjoint."""
     if len(runs) == 0 or len(minus) == 0:

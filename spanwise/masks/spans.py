@@ -1,12 +1,9 @@
-"""Array functions behind `SpanMask`: canonical form, set operations, runs, and chains of rows.
+"""Array functions behind `SpanMask`: canonical form, set operations and runs.
 
 A mask is a pair ``start, end`` of int32 arrays ``[batch, num_spans, q_len]``: row ``i`` of batch row ``b`` reads the
 keys ``start[b, j, i] <= k < end[b, j, i]`` of every slot ``j``. In *canonical* form the non-empty spans of a row come
 first, ascending, disjoint and not touching; empty slots are ``(0, 0)``; no trailing slot is empty in every row. Two
 masks are equal exactly when their canonical arrays are.
-
-The local search takes unions of *chains*: in a maximal run of rows whose starts and ends never decrease and leave no
-gap, the rows together read exactly ``[first start, last end)``.
 """
 
 from __future__ import annotations
@@ -211,16 +208,3 @@ def merge_runs(start: IntArray, end: IntArray) -> Int64:
     first = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
     last = np.append(first[1:], len(start)) - 1
     return np.stack([start[first], reach[last]], axis=1)
-
-
-# ---------------------------------------------------------------- chains of rows
-
-
-def chain_breaks(start: IntArray, end: IntArray) -> Bool:
-    """Where a chain of rows begins: bool ``[rows]``; see the module docstring. Spans must not be empty."""
-    breaks = np.empty(len(start), np.bool_)
-    breaks[:1] = True
-    np.greater(start[1:], end[:-1], out=breaks[1:])
-    breaks[1:] |= start[1:] < start[:-1]
-    breaks[1:] |= end[1:] < end[:-1]
-    return breaks

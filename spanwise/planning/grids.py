@@ -111,7 +111,7 @@ def compare_grids(
     >>> shape = dict(num_q_heads=8, num_kv_heads=2, head_dim=64)
     >>> for grid in compare_grids([9000, 300, 500, 2200], 4, linear_flops=1e9, **shape):
     ...     print(grid.dp, grid.cp, grid.assignment, f"{grid.work_imbalance:.2f} {grid.token_imbalance:.2f}")
-    1 4 one plan 1.02 1.00
+    1 4 one plan 1.00 1.00
     2 2 in order 1.88 1.50
     2 2 longest first 1.88 1.50
     4 1 in order 3.76 3.00
