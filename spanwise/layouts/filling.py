@@ -187,6 +187,8 @@ def _fold(b: _Bin, goal: float, little: float) -> None:
         if 0 < (rest := (stop - start) % units) <= little * units:
             b.cuts.append((start, start + rest))
             b.items[0, 0] = start = start + rest
+            density = float(b.before[stop] - b.before[start]) / (stop - start)  # more than with the first units
+            units = min(units, b.most(density, goal))
         b.take(0, units, float(b.before[stop] - b.before[start]) / (stop - start) * units)
 
 
