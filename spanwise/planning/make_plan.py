@@ -29,9 +29,9 @@ from spanwise.routes.exchanges import EXCHANGES
 _BALANCERS = ("contiguous", "head_tail")  # and "local"
 _BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
 # Bounds of the imbalance to try besides that of "local". Tight: 64 packings on 8 to 64 ranks have a mean step of 0.990
-# with it and 1.006 without, times that of a search over blocks. Loose: where a step waits for the exchange;
-# docs/decisions.md, "Two exceptions".
-_TIGHT, _TIGHT_RANKS, _LOOSE = 1.005, 64, 2.0
+# with it and 1.006 without, times that of a search over blocks; 16 on 1,024 ranks 1.007 and 1.019. Loose: where a step
+# waits for the exchange; docs/decisions.md, "Two exceptions".
+_TIGHT, _LOOSE = 1.005, 2.0
 
 
 def make_plan(
@@ -156,7 +156,7 @@ class _Ways:
         if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
             bound = choice.exchange_bound(plans)
             plans += self.local()
-            for limit in (*((_TIGHT,) if outer <= _TIGHT_RANKS else ()), *((_LOOSE,) if bound else ())):
+            for limit in (_TIGHT, _LOOSE) if bound else (_TIGHT,):
                 plans += self.variants(Local(limit), f"local, imbalance to {limit:g}")
         return plans
 

@@ -146,6 +146,17 @@ def test_one_document_and_a_tree_with_a_long_root_are_balanced(host_size):
         assert imbalance(layout, mask) <= most
 
 
+@pytest.mark.parametrize("host_size", [1, 8])
+@pytest.mark.parametrize("num_ranks", [32, 96])
+def test_documents_whose_first_tokens_have_most_work_are_balanced(num_ranks, host_size):
+    documents = np.asarray(scaled(2**13 * num_ranks, 4 * num_ranks, 2_000, 1.6))
+    work = np.concatenate([np.arange(length, 0.0, -1) for length in np.diff(documents)])
+    before = np.append(0.0, np.cumsum(work))
+    pieces = pieces_of_ranks(documents, before, np.full(num_ranks, 2**13), host_size, 1.02)
+    of_rank = np.bincount(pieces[:, 0], before[pieces[:, 2]] - before[pieces[:, 1]], num_ranks)
+    assert of_rank.max() <= 1.03 * of_rank.mean()
+
+
 @pytest.mark.parametrize("num_ranks, host_size", [(16, 8), (96, 8), (96, None)])
 def test_no_rank_sends_a_long_document_alone(num_ranks, host_size):
     """Ascending parts, each as long as work allows, make the first rank send its tokens to all others."""
