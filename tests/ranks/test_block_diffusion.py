@@ -38,11 +38,12 @@ def test_positions_and_labels() -> None:
 
 
 def test_layout() -> None:
-    """Long documents: equal work, fewer keys received than by head-tail pairs, half of the copies beside each other."""
+    """Long documents: equal work, fewer keys and a shorter step than by head-tail pairs, many copies on one rank."""
     mask = spanwise.SpanMask.block_diffusion([0, 3000, 8192], 32)
     found, pairs = (spanwise.make_plan(mask, 4, balancer=name, exchange="needed") for name in ("auto", "head_tail"))
-    assert found.imbalance() <= 1.05
-    assert found.recv_tokens().max() <= 0.8 * pairs.recv_tokens().max()
+    assert found.imbalance() <= 1.021
+    assert found.recv_tokens().mean() <= 0.8 * pairs.recv_tokens().mean()
+    assert found.recv_tokens().max() <= pairs.recv_tokens().max()
     rank = np.concatenate([np.full(int(n), r) for r, n in enumerate(found.layout.tokens_per_rank)])
     rank = rank[found.layout.restore_indices()[0].numpy()]
-    assert (rank[:8192] == rank[8192:]).mean() > 0.5
+    assert (rank[:8192] == rank[8192:]).mean() > 0.45
