@@ -73,7 +73,7 @@ def plan_of(mask: str, hardware: Hardware | None, kv_row_dim: int | None) -> spa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s that each host sends, and receives")
+    parser.add_argument("--rate", type=float, default=50.0, help="Mbit/s that each host sends, and receives")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
