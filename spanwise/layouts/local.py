@@ -91,9 +91,8 @@ class Local:
         best = min(found, key=rated)
         several = any(mask.num_spans > 1 for mask in problem.masks.values())  # otherwise swaps shorten no step
         if several and num_ranks <= _MOST_SWAPPED and self.host_size is None:
-            starts = best, contiguous(problem.seq_len, num_ranks).pieces(0)
-            swapped = [_swapped(problem, row, num_ranks, start, limit * mean) for start in starts]
-            best = min([best, *swapped], key=rated)
+            starts = [best, contiguous(problem.seq_len, num_ranks).pieces(0)]
+            best = min([best, *_swapped(problem, row, num_ranks, starts, limit * mean)], key=rated)
         return best
 
 
@@ -103,23 +102,26 @@ def _orders(num_documents: int, num_ranks: int) -> list[Float64]:
     return list(1 + _SPREAD * (tries > 0) * (2 * (tries * np.arange(1, num_documents + 1) * _GOLDEN % 1) - 1))
 
 
-def _swapped(problem: LayoutProblem, row: int, num_ranks: int, pieces: Int64, bound: float) -> Int64:
-    """The pieces after swaps of units, as many for each rank; `pieces` where units would be less than a block."""
+def _swapped(problem: LayoutProblem, row: int, num_ranks: int, starts: list[Int64], bound: float) -> list[Int64]:
+    """Pieces from each start after swaps of units, as many for each rank; none if units would be less than a block."""
     per_rank = min(_PER_RANK, _UNITS // num_ranks, problem.seq_len // (num_ranks * problem.block_size))
     if per_rank < 2:
-        return pieces
+        return []
     number = per_rank * num_ranks
     sizes = problem.seq_len // number + (np.arange(number) < problem.seq_len % number)
     edges = np.append(0, np.cumsum(sizes))
-    held = np.zeros((num_ranks, number), np.int64)
-    for rank, start, stop in pieces:
-        held[rank] += np.maximum(np.minimum(edges[1:], stop) - np.maximum(edges[:-1], start), 0)
     masks = [problem.masks[name] for name in sorted(problem.masks)]
-    reads = [swaps.unit_reads(mask.row(row if mask.batch_size > 1 else 0), edges) for mask in masks]
+    reads = [swaps.unit_reads(mask.row(traffic.row_of(mask, row)), edges) for mask in masks]
     weights = [float((problem.weights or {})[name]) for name in sorted(problem.masks)]
     work = np.diff(problem.work_before[row][edges])
-    owner = swaps.improve(swaps.start_from(held, sizes), reads, weights, sizes, work, bound)
-    return np.column_stack([owner, edges[:-1], edges[1:]])
+    found = []
+    for pieces in starts:
+        held = np.zeros((num_ranks, number), np.int64)
+        for rank, start, stop in pieces:
+            held[rank] += np.maximum(np.minimum(edges[1:], stop) - np.maximum(edges[:-1], start), 0)
+        owner = swaps.improve(swaps.start_from(held, sizes), reads, weights, sizes, work, bound)
+        found.append(np.column_stack([owner, edges[:-1], edges[1:]]))
+    return found
 
 
 def _received(problem: LayoutProblem, row: int, layout: Layout) -> float:
@@ -127,7 +129,7 @@ def _received(problem: LayoutProblem, row: int, layout: Layout) -> float:
     total = 0.0
     for name in sorted(problem.masks):
         mask = problem.masks[name]
-        needs = traffic.needs(mask.row(row if mask.batch_size > 1 else 0), layout, layout)[0]
+        needs = traffic.needs(mask.row(traffic.row_of(mask, row)), layout, layout)[0]
         total += (problem.weights or {})[name] * sum(int((runs[:, 1] - runs[:, 0]).sum()) for runs in needs)
     return total
 

@@ -1,11 +1,11 @@
 """Local search on a layout for few ranks: swaps of units between ranks, priced for all partners of a unit at once.
 
 It starts from any layout and knows nothing of documents, so that masks with several spans a row (trees, shared
-prefixes, video with global tokens, block diffusion) gain most. Pure numpy. All sums are of whole numbers, so that the
-answer is the same on every host.
+prefixes, video with global tokens, block diffusion) gain most. Pure numpy. Matrix products hold whole numbers, and work
+is summed in order, so that the answer is the same on every host.
 """
 
-# n units; P ranks. A unit is a run of tokens; it reads another one if one of its rows reads one of that one's keys.
+# n units; P ranks. A unit is a run of tokens. Unit a reads unit b if a row of a reads a key of b.
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class _Search:
         self.owner, self._reads, self._weights, self._sizes, self._work = owner, reads, weights, sizes, work
         self._ranks, self._bound, self._token = np.arange(owner.max() + 1), bound, sizes.sum() / max(work.sum(), 1.0)
         own = (owner == self._ranks[:, None]).astype(np.float64)
-        self._counts, self._total = [own @ each for each in reads], own @ work
+        self._counts = [own @ each for each in reads]
+        self._total: Float64 = np.bincount(owner, work).astype(np.float64)
         self._own_reads = [each.diagonal() for each in reads]
         self._alone = [np.empty_like(each) for each in reads]  # what of its rank only a unit reads, of other ranks
         self._update(np.arange(len(owner)))
