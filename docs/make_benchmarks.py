@@ -8,7 +8,6 @@ here.
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -199,23 +198,6 @@ def packed() -> str:
     return table(header, body)
 
 
-WAYS = {"all_gather": "all_gather", "needed": "needed", "ring": "ring", "ulysses": "ulysses",
-        "ulysses x 2, needed": "ulysses inside 2, needed", "ulysses x 2, ring": "ulysses inside 2, ring"}  # fmt: skip
-
-
-def memory() -> str:
-    rows = load("memory-cpu")["planned"]
-
-    def units(row: Row) -> str:
-        return ", ".join(f"{row[key] / row['shard']:.2f}".removesuffix(".00") for key in ("resident", "saved"))
-
-    body = []
-    for mask, tokens in [*itertools.product(["documents"], (16_384, 131_072, 1_048_576)), ("causal", 131_072),
-                         ("window", 131_072)]:  # fmt: skip
-        body.append([f"{tokens:,} {mask}", *(units(pick(rows, mask=mask, tokens=tokens, way=way)) for way in WAYS)])
-    return table(["tokens, mask", *WAYS.values()], body)
-
-
 def layouts() -> str:
     rows = load("layout-cpu")["rows"]
     balancers = ("contiguous", "head_tail", "lpt", "local", "MagiAttention MinHeap", "MagiAttention ToppHeap")
@@ -334,7 +316,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pieces over a link": lambda: overlap_link("overlap-link-split-cpu"),
     "grids": grids,
     "packed": packed,
-    "memory": memory,
     "linear loss": linear_loss,
     "linear loss shape": linear_loss_shape,
     "recurrence": recurrence,

@@ -15,10 +15,14 @@ from spanwise.advice.model import CONTENTION, PASSES, PASSES_COMPILED
 _FLUX_BLOCKS, _FLUX_DIM, _FLUX_HEADS, _FLUX_TOKENS = 57, 3072, 24, 4608
 _REFUSED = {
     "recurrence": "recurrent layers on machines that are not named, or on NPUs",
-    "overlap-simulated": "simulated by its authors from cost tables; benchmarks/overlap_peers.py has such graphs",
+    "overlap-simulated": "simulated by its authors from cost tables; benchmarks/public_graphs.py reads such graphs",
     "offload": "the model or the host's link is not given",
     "model-accuracy": "a figure about another cost model, not a time",
 }
+
+# NVIDIA's containers from before kernels made for Hopper: cuDNN's attention was "its own flavor of flash attention
+# (v2)" (pytorch/pytorch#113713), and FlashAttention-3 appeared in July 2024.
+_BEFORE_HOPPER = r"NeMo 2(3\.\d\d|4\.0[1-4])"
 
 
 # What a row raises that lacks a number or has it in another form.
@@ -78,7 +82,7 @@ def _kernel_name(row: Row, machine: Machine) -> str:
         wanted = "magi"
     elif re.search("fa3|flash 3|fa4", words):
         wanted = "flash 3"
-    elif re.search("fa2|flash-attn 2|flash_attn", words) or "torchtitan" in row.source:
+    elif re.search("fa2|flash-attn 2|flash_attn", words) or re.search(f"torchtitan|{_BEFORE_HOPPER}", row.source):
         wanted = "flash 2"
     return wanted if wanted in names else machine.kernels[0].name
 
