@@ -171,12 +171,7 @@ class Hosts:
         self._exit.close()
 
     def run(self, jobs: Sequence[dict[str, Any]], timeout: float) -> None:
-        """Give every process its job and wait until all have done it.
-
-        Raises:
-            RuntimeError: a process ended; the text names it and holds what it wrote to standard error.
-            TimeoutError: not done within ``timeout`` seconds.
-        """
+        """Give every process its job, and wait until all have done it; `RuntimeError` if one ended, `TimeoutError`."""
         for process, job in zip(self._processes, jobs, strict=True):
             assert process.stdin is not None
             process.stdin.write(json.dumps(job) + "\n")

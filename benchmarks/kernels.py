@@ -7,10 +7,7 @@ and head forward, 10 x backward). Memory is the peak of a separate process.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
-import re
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import plan
-from benchmarks.publish import main, publish
+from benchmarks.publish import main, publish, resident, take_turns
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.masks.span_mask import SpanMask
@@ -82,7 +79,8 @@ def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, A
     forwards = {name: _spanwise(mask, q, k, v) for name, mask in named.items()}
     forwards["torch causal"] = torch_causal
     forwards["torch, loop over documents"] = lambda: torch.cat([torch_causal(*run) for run in pairwise(offsets)], dim=2)
-    seconds = _alternate({name: _with_backward(f, (q, k, v), grad) for name, f in forwards.items()}, repeats)
+    steps = {name: _with_backward(forward, (q, k, v), grad) for name, forward in forwards.items()}
+    seconds = {name: min(found) for name, found in take_turns(steps, repeats).items()}
 
     blocks = {name: int(mask.block_counts(BLOCK_SIZE).sum()) for name, mask in named.items()}
     # The faster of the two causal rates is the harder target.
@@ -95,19 +93,11 @@ def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, A
         flops = 14 * dim * heads * int(mask.area().sum())
         rows.append(
             {
-                "tokens": tokens,
-                "heads": heads,
-                "dim": dim,
-                "mask": name,
-                "blocks": blocks[name],
-                "flops": flops,
-                "seconds": seconds[name],
-                "gflops_per_second": flops / seconds[name] / 1e9,
-                "baseline": baseline,
-                "baseline_seconds": baseline_seconds,
-                "ratio": seconds[name] / baseline_seconds,
+                "tokens": tokens, "heads": heads, "dim": dim, "mask": name, "blocks": blocks[name], "flops": flops,
+                "seconds": seconds[name], "gflops_per_second": flops / seconds[name] / 1e9, "baseline": baseline,
+                "baseline_seconds": baseline_seconds, "ratio": seconds[name] / baseline_seconds,
             }
-        )
+        )  # fmt: skip
     return rows
 
 
@@ -115,15 +105,8 @@ def measure_memory(tokens: int, heads: int, dim: int) -> dict[str, Any]:
     """Growth of the resident set over one causal forward and backward, inputs included, in a fresh process each."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         ours, torchs = pool.starmap(_peak_bytes, [(which, tokens, heads, dim) for which in ("spanwise", "torch")], 1)
-    return {
-        "tokens": tokens,
-        "heads": heads,
-        "dim": dim,
-        "input_bytes": 4 * tokens * heads * dim * 4,
-        "peak_bytes": ours,
-        "torch_peak_bytes": torchs,
-        "ratio": ours / torchs,
-    }
+    shape = {"tokens": tokens, "heads": heads, "dim": dim, "input_bytes": 4 * tokens * heads * dim * 4}
+    return shape | {"peak_bytes": ours, "torch_peak_bytes": torchs, "ratio": ours / torchs}
 
 
 def _peak_bytes(which: str, tokens: int, heads: int, dim: int) -> int:
@@ -133,17 +116,10 @@ def _peak_bytes(which: str, tokens: int, heads: int, dim: int) -> int:
     }
     before = 0
     for size in (256, tokens):  # the small one loads libraries and code
-        before = _resident("VmRSS")
+        before = resident("VmRSS")
         q, k, v, grad = _inputs(size, heads, dim)
         _with_backward(functions[which](size, q, k, v), (q, k, v), grad)()
-    return _resident("VmHWM") - before
-
-
-def _resident(key: str) -> int:
-    """Bytes: ``VmRSS`` now, ``VmHWM`` at the peak. (getrusage would report the parent's peak where that is larger.)"""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    return resident("VmHWM") - before
 
 
 def _inputs(tokens: int, heads: int, dim: int) -> list[torch.Tensor]:
@@ -167,17 +143,6 @@ def _with_backward(
         torch.autograd.grad(forward(), inputs, grad)
 
     return step
-
-
-def _alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Smallest time of each step, in seconds; all steps take turns, so that a busy machine slows all of them."""
-    best = dict.fromkeys(steps, math.inf)
-    for _ in range(repeats):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            step()
-            best[name] = min(best[name], time.perf_counter() - begin)
-    return best
 
 
 if __name__ == "__main__":

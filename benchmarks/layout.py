@@ -7,8 +7,6 @@ from the plan; nothing is executed. For some masks MagiAttention's own dispatch 
 
 from __future__ import annotations
 
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -64,54 +62,36 @@ def masks(seq_len: int = SEQ_LEN) -> dict[str, tuple[SpanMask, np.ndarray]]:
 
 
 def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
-    """Measure, print a table, and write JSON to `out` if it is given.
+    """Plan, print a table, and write JSON to `out`; `quick`: 8 ranks only.
 
-    Args:
-        quick: 8 ranks only, one repeat instead of five.
-
-    Returns:
-        ``{"seq_len": …, "rows": [...]}``; a row has ``mask``, ``num_ranks``, ``balancer``, ``imbalance`` (busiest over
-        mean mask area), ``recv_mean``, ``recv_max`` and ``gather`` (K/V tokens a rank), ``ms`` (median time of
-        `make_plan`; None in the rows with a ``source``, which were measured elsewhere, and so is their ``recv_max``).
+    A row has ``mask``, ``num_ranks``, ``balancer``, ``imbalance`` (busiest over mean mask area), ``recv_mean``,
+    ``recv_max`` and ``gather`` (K/V tokens a rank); rows with a ``source`` were measured elsewhere.
     """
     rows: list[dict[str, Any]] = []
     for num_ranks in RANKS[:1] if quick else RANKS:
         for name, (mask, cu_seqlens) in masks().items():
-            rows += [_row(name, mask, cu_seqlens, num_ranks, each, 1 if quick else 5) for each in BALANCERS]
+            rows += [_row(name, mask, cu_seqlens, num_ranks, each) for each in BALANCERS]
             for solver, (imbalance, received) in MAGI.get((name, num_ranks), {}).items():
                 rows.append(
                     {
                         "mask": name, "num_ranks": num_ranks, "balancer": f"MagiAttention {solver}",
                         "imbalance": imbalance, "recv_mean": received, "recv_max": None,
-                        "gather": rows[-1]["gather"], "ms": None,
+                        "gather": rows[-1]["gather"],
                         "source": "MagiAttention's own dispatch solver run on the same mask",
                     }
                 )  # fmt: skip
     return publish({"seq_len": SEQ_LEN, "rows": rows}, out)
 
 
-def _row(
-    name: str, mask: SpanMask, cu_seqlens: np.ndarray, num_ranks: int, balancer: str, repeats: int
-) -> dict[str, Any]:
-    times = []
-    for repeat in range(repeats + 1):
-        fresh = SpanMask(mask.start, mask.end, mask.kv_len)  # without the caches of the last time
-        begin = time.perf_counter()
-        given: Any = Local() if balancer == "local" else balancer  # a token counts alike wherever it comes from
-        plan = make_plan(fresh, num_ranks, balancer=given, exchange="needed", cu_seqlens=cu_seqlens)
-        if repeat:  # the first round warms allocators and caches
-            times.append((time.perf_counter() - begin) * 1e3)
+def _row(name: str, mask: SpanMask, cu_seqlens: np.ndarray, num_ranks: int, balancer: str) -> dict[str, Any]:
+    given: Any = Local() if balancer == "local" else balancer  # a token counts alike wherever it comes from
+    plan = make_plan(mask, num_ranks, balancer=given, exchange="needed", cu_seqlens=cu_seqlens)
     received = plan.recv_tokens()
     return {
-        "mask": name,
-        "num_ranks": num_ranks,
-        "balancer": balancer,
-        "imbalance": plan.imbalance(),
-        "recv_mean": float(received.mean()),
-        "recv_max": int(received.max()),
+        "mask": name, "num_ranks": num_ranks, "balancer": balancer, "imbalance": plan.imbalance(),
+        "recv_mean": float(received.mean()), "recv_max": int(received.max()),
         "gather": plan.seq_len - plan.seq_len // num_ranks,
-        "ms": statistics.median(times),
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,19 +13,17 @@ import argparse
 import multiprocessing
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import spanwise
-from benchmarks.publish import publish
+from benchmarks.publish import publish, resident, take_turns
 
-ALL = "all logits"
+ALL, PRODUCT = "all logits", "product"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -36,51 +34,22 @@ def inputs(tokens: int, vocab: int, dim: int) -> Inputs:
     return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, vocab, (tokens,), generator=rng)
 
 
-def all_logits(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(F.linear(hidden, weight), labels)
-
-
-def variants() -> dict[str, Callable[..., torch.Tensor]]:
-    return {ALL: all_logits, "chunks": partial(spanwise.linear_cross_entropy, loss_mesh=None)}
+VARIANTS: dict[str, Callable[..., torch.Tensor]] = {
+    ALL: lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels),
+    "chunks": partial(spanwise.linear_cross_entropy, loss_mesh=None),
+}
 
 
 def step(loss: Callable[..., torch.Tensor], given: Inputs) -> None:
-    hidden, weight, _ = given
-    hidden.grad = weight.grad = None
+    given[0].grad = given[1].grad = None
     loss(*given).backward()
 
 
-def seconds(fn: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    fn()
-    return time.perf_counter() - began
-
-
-def measure_time(given: Inputs, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each variant in each round, and of one product, the least of the rounds."""
-    steps = {name: partial(step, loss, given) for name, loss in variants().items()}
-    hidden, weight = (x.detach() for x in given[:2])
-    product: list[float] = []
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        product.append(seconds(lambda: hidden @ weight.t()))
-        for name, run in steps.items():
-            times[name].append(seconds(run))
-    return times, min(product)
-
-
-def resident(key: str) -> int:
-    """Bytes: ``VmRSS`` now, ``VmHWM`` at the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def peak_bytes(name: str, shape: tuple[int, int, int]) -> int:
-    given, loss = inputs(*shape), variants()[name]
-    few = inputs(8, 16, 8)
-    step(all_logits, few)  # what torch allocates once
+    given = inputs(*shape)
+    step(VARIANTS[ALL], inputs(8, 16, 8))  # what torch allocates once
     before = resident("VmRSS")
-    step(loss, given)
+    step(VARIANTS[name], given)
     return resident("VmHWM") - before
 
 
@@ -102,8 +71,12 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     shape = (given.tokens, given.vocab, given.dim)
-    peaks = {name: in_a_process(name, shape) for name in variants()}
-    times, product = measure_time(inputs(*shape), given.rounds)
+    peaks = {name: in_a_process(name, shape) for name in VARIANTS}
+    tensors = inputs(*shape)
+    hidden, weight = (x.detach() for x in tensors[:2])
+    steps = {PRODUCT: lambda: hidden @ weight.t()} | {x: partial(step, f, tensors) for x, f in VARIANTS.items()}
+    times = take_turns(steps, given.rounds)
+    product = min(times.pop(PRODUCT))
     rows = [
         {"name": name, "seconds": round(min(found), 3),
          "ratio": round(statistics.median(a / b for a, b in zip(found, times[ALL], strict=True)), 3),

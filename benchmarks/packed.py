@@ -4,15 +4,13 @@ TransformerEngine's context parallelism pads every document to a multiple of twi
 documents are planned three ways: padded in its order (balancer "dual_chunk"), unpadded in the same order
 ("per_document_head_tail"), and unpadded with the least traffic ("local"). The kernels of every rank's share run in one
 process, forward and backward, one rank after the other, with the K/V of other ranks already present; the ways take
-turns. Reported are the busiest rank, for which a step waits, and all ranks together. Padding costs only its rows here,
-because no span holds them. A kernel that computes padding also pays for its share, as do all other layers of a model.
+turns. Reported is the busiest rank, for which a step waits. Padding costs only its rows here, because no span holds
+them. A kernel that computes padding also pays for its share, as do all other layers of a model.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,19 +19,17 @@ import numpy as np
 import torch
 
 from benchmarks.plan import document_offsets
-from benchmarks.publish import main, publish
+from benchmarks.publish import main, publish, take_turns
 from spanwise.attention.attention import merged, zero_in_padding
 from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV
-from spanwise.attention.rank_plan import RankPlan, build
+from spanwise.attention.rank_plan import build
 from spanwise.layouts.packing import Packing
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
-SEQ_LEN, QUICK_SEQ_LEN = 16_384, 4_096
-RANKS = (4, 8)
-HEADS, HEAD_DIM, REPEATS = 2, 64, 7
+HEADS, HEAD_DIM = 2, 64
 # Median and least tokens of a document, by name; lengths are log-normal with sigma 1. Those of `layout.py` first,
 # then corpora of short documents.
 CORPORA = {"median 4,096": (4096, 64), "median 1,024": (1024, 1), "median 256": (256, 1), "median 64": (64, 1)}
@@ -44,19 +40,15 @@ def corpora(seq_len: int) -> dict[str, np.ndarray]:
     return {name: document_offsets(seq_len, 0, median=median, least=least) for name, (median, least) in CORPORA.items()}
 
 
-def padded_packing(cu_seqlens: np.ndarray, num_ranks: int) -> Packing:
-    """Every document padded at its back to a multiple of ``2 * num_ranks`` tokens."""
-    slots = -(-np.diff(cu_seqlens) // (2 * num_ranks)) * 2 * num_ranks
-    return Packing(cu_seqlens, cu_seqlens_q_padded=np.append(0, np.cumsum(slots)))
-
-
 def plans(cu_seqlens: np.ndarray, num_ranks: int) -> dict[str, Plan]:
     """Causal documents each way; K/V travel as needed."""
     make = functools.partial(
         make_plan, exchange="needed", stages=1, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM,
         dtype=torch.float32,
     )  # fmt: skip
-    padded, unpadded = padded_packing(cu_seqlens, num_ranks), Packing(cu_seqlens)
+    slots = -(-np.diff(cu_seqlens) // (2 * num_ranks)) * 2 * num_ranks
+    padded = Packing(cu_seqlens, cu_seqlens_q_padded=np.append(0, np.cumsum(slots)))
+    unpadded = Packing(cu_seqlens)
     return {
         "padded": make(padded.mask(), num_ranks, packing=padded, balancer="dual_chunk"),
         "unpadded": make(unpadded.mask(), num_ranks, packing=unpadded, balancer="per_document_head_tail"),
@@ -65,64 +57,32 @@ def plans(cu_seqlens: np.ndarray, num_ranks: int) -> dict[str, Plan]:
 
 
 def run(out: Path | None = None, quick: bool = False) -> dict[str, Any]:
-    """Measure, print a table, and write JSON to `out` if it is given.
+    """Measure, print a table, and write JSON to `out`; `quick`: 4,096 tokens, 4 ranks, two repeats.
 
-    Args:
-        quick: 4,096 tokens, 4 ranks, two repeats.
-
-    Returns:
-        ``{"num_threads", "torch", "seq_len", "heads", "head_dim", "rows": [...]}``. A row has ``corpus``,
-        ``num_ranks``, ``documents``, ``padding_share`` (rows of padded storage that hold no token), and ``padded``,
-        ``unpadded`` and ``local``, each with ``imbalance``, ``recv_mean`` and ``recv_max`` in K/V tokens, ``busiest``
-        and ``total`` seconds, each ``min`` and ``median``, and the ratio of the least seconds to those of ``padded``:
-        ``ratio`` of the busiest ranks, ``total_ratio`` of all together.
+    A row has ``corpus``, ``num_ranks``, ``documents``, ``padding_share`` (rows of padded storage without a token), and
+    ``padded``, ``unpadded`` and ``local``, each with ``imbalance``, ``recv_mean`` in K/V tokens, ``busiest`` seconds of
+    a rank, and their ``ratio`` to those of ``padded``.
     """
-    seq_len, repeats = (QUICK_SEQ_LEN, 2) if quick else (SEQ_LEN, REPEATS)
-    rows = [
-        measure(name, cu_seqlens, num_ranks, repeats)
-        for num_ranks in (RANKS[:1] if quick else RANKS)
-        for name, cu_seqlens in corpora(seq_len).items()
-    ]
-    result = {
-        "num_threads": torch.get_num_threads(), "torch": torch.__version__, "seq_len": seq_len, "heads": HEADS,
-        "head_dim": HEAD_DIM, "rows": rows,
-    }  # fmt: skip
-    return publish(result, out)
+    seq_len, repeats, ranks = (4_096, 2, (4,)) if quick else (16_384, 7, (4, 8))
+    rows = [measure(name, cu, num, repeats) for num in ranks for name, cu in corpora(seq_len).items()]
+    about = {"num_threads": torch.get_num_threads(), "torch": torch.__version__}
+    return publish(about | {"seq_len": seq_len, "heads": HEADS, "head_dim": HEAD_DIM, "rows": rows}, out)
 
 
 def measure(name: str, cu_seqlens: np.ndarray, num_ranks: int, repeats: int) -> dict[str, Any]:
     """One row of `run`'s result."""
     ways = plans(cu_seqlens, num_ranks)
-    steps = {way: [rank_step(plan, rank) for rank in range(num_ranks)] for way, plan in ways.items()}
-    times = {way: np.zeros((repeats, num_ranks)) for way in ways}
-    for repeat in range(-1, repeats):  # the first round warms up
-        for rank in range(num_ranks):
-            # The order alternates too, because a step gains from caches that the one before it filled.
-            for way in sorted(ways, reverse=bool(repeat % 2)):
-                begin = time.perf_counter()
-                steps[way][rank]()
-                if repeat >= 0:
-                    times[way][repeat, rank] = time.perf_counter() - begin
-    row: dict[str, Any] = {
-        "corpus": name,
-        "num_ranks": num_ranks,
-        "documents": len(cu_seqlens) - 1,
-        "padding_share": 1 - int(cu_seqlens[-1]) / ways["padded"].seq_len,
-    }
+    steps = {f"{way} {rank}": rank_step(plan, rank) for rank in range(num_ranks) for way, plan in ways.items()}
+    take_turns(steps, 1)  # warms up
+    times = take_turns(steps, repeats)
+    padding = 1 - int(cu_seqlens[-1]) / ways["padded"].seq_len
+    row: dict[str, Any] = {"corpus": name, "num_ranks": num_ranks, "documents": len(cu_seqlens) - 1}
+    row["padding_share"] = padding
     for way, plan in ways.items():
         # The least time of each rank, so that a disturbance of one step does not decide which rank is busiest.
-        least = times[way].min(axis=0)
-        received = plan.recv_tokens()
-        row[way] = {
-            "imbalance": plan.imbalance(),
-            "recv_mean": float(received.mean()),
-            "recv_max": int(received.max()),
-            "busiest": {"min": float(least.max()), "median": statistics.median(times[way].max(axis=1).tolist())},
-            "total": {"min": float(least.sum()), "median": statistics.median(times[way].sum(axis=1).tolist())},
-        }
-    for found in (row[way] for way in ways):
-        for name, of in (("ratio", "busiest"), ("total_ratio", "total")):
-            found[name] = found[of]["min"] / row["padded"][of]["min"]
+        busiest = max(min(times[f"{way} {rank}"]) for rank in range(num_ranks))
+        row[way] = {"imbalance": plan.imbalance(), "recv_mean": float(plan.recv_tokens().mean()), "busiest": busiest}
+        row[way]["ratio"] = busiest / row["padded"]["busiest"]
     return row
 
 
@@ -132,8 +92,7 @@ def rank_step(plan: Plan, rank: int) -> Callable[[], tuple[torch.Tensor, ...]]:
     Computes the same as `context_parallel_attention` with the kernel "sdpa" between its collectives, with zeros in
     padding.
     """
-    local: RankPlan = build(plan, rank)
-    generator = torch.Generator().manual_seed(rank)
+    local, generator = build(plan, rank), torch.Generator().manual_seed(rank)
     chunks = local.chunks["default"]
     assert not chunks[0].flat
 

@@ -76,18 +76,12 @@ def _row(seq_len: int, num_ranks: int, balancer: str, repeats: int) -> dict[str,
     plan: Plan = value
     medians = {part: statistics.median(values) for part, values in times.items()}
     return {
-        "seq_len": seq_len,
-        "num_ranks": num_ranks,
-        "documents": len(offsets) - 1,
-        "balancer": balancer,
-        "chosen": f"{plan.balancer}, {plan.exchange}, {plan.stages}",
-        "ms": medians,
-        "total_ms": sum(medians.values()),
-        "imbalance": plan.imbalance(),
-        "reads_tokens_mean": float(plan.needed_tokens().mean()),
+        "seq_len": seq_len, "num_ranks": num_ranks, "documents": len(offsets) - 1, "balancer": balancer,
+        "chosen": f"{plan.balancer}, {plan.exchange}, {plan.stages}", "ms": medians, "total_ms": sum(medians.values()),
+        "imbalance": plan.imbalance(), "reads_tokens_mean": float(plan.needed_tokens().mean()),
         "reads_tokens_max": int(plan.needed_tokens().max()),
         "all_gather_tokens_mean": float((seq_len - plan.layout.tokens_per_rank).mean()),
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Options and output of the benchmarks: ``python -m benchmarks.layout --quick --out rows.json``.
+"""What the benchmarks share: options, timing in turns, memory of a process, and JSON for docs/make_benchmarks.py.
 
-docs/make_benchmarks.py makes the tables of docs/benchmarks.md from the JSON.
+python -m benchmarks.layout --quick --out rows.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,22 @@ def write(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round; all take turns, so that a busy machine slows all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            began = clock()
+            step()
+            seconds[name].append(clock() - began)
+    return seconds
+
+
+def resident(key: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at the peak. (getrusage reports a parent's peak if larger.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))

@@ -26,7 +26,7 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import spanwise
-from benchmarks.publish import publish
+from benchmarks.publish import publish, take_turns
 from spanwise import recurrence
 from spanwise.integrations.transformers import mixers
 
@@ -103,27 +103,19 @@ def step(call: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> list[
     return [out, *torch.autograd.grad(out.sum(), leaves)]
 
 
-def seconds(fn: Callable[[], Any]) -> float:
-    began = time.process_time()  # of one thread: other processes of the machine do not count
-    fn()
-    return time.process_time() - began
-
-
 def timed(name: str, layer: Layer, rounds: int) -> dict[str, Any]:
     leaves = [x.detach().requires_grad_() for x in layer.leaves]
     both = [partial(step, call, leaves) for call in (layer.ours, layer.theirs)]
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(both[0](), both[1](), strict=True)]
     square, wide = torch.randn(1024, 1024), torch.randn(1 << 24)
     floor: Callable[[], Any] = (lambda: square @ square) if layer.flops else wide.clone
-    times: list[list[float]] = [[], [], []]
-    for _ in range(rounds):
-        for found, run in zip(times, [*both, floor], strict=True):
-            found.append(seconds(run))
-    ours, theirs, unit = (min(found) for found in times)
+    steps = dict(zip(("ours", "theirs", "floor"), [*both, floor], strict=True))
+    times = take_turns(steps, rounds, time.process_time)  # of one thread: other processes do not count
+    ours, theirs, unit = (min(found) for found in times.values())
     share = layer.flops / (2 * 1024**3) if layer.flops else layer.bytes / (2 * wide.nbytes)
     return {
         "name": name, "seconds": round(ours, 4), "transformers_seconds": round(theirs, 4),
-        "ratio": round(statistics.median(a / b for a, b in zip(*times[:2], strict=True)), 3),
+        "ratio": round(statistics.median(a / b for a, b in zip(times["ours"], times["theirs"], strict=True)), 3),
         "floor_flops": layer.flops, "floor_bytes": layer.bytes, "floor_seconds": round(unit * share, 5),
         "of_floor": round(ours / (unit * share), 2), "difference": float(f"{max(errors):.1e}"),
     }  # fmt: skip

@@ -41,10 +41,6 @@ class Scenario:
     kv_heads: int = HEADS
     per_host: int = 1
 
-    @property
-    def num_ranks(self) -> int:
-        return self.num_hosts * self.per_host
-
     def offsets(self) -> np.ndarray:
         """Document offsets ``[num_docs + 1]``; one document unless the mask has several."""
         if self.kind == "documents":
@@ -52,24 +48,12 @@ class Scenario:
         return np.array([0, self.seq_len])
 
     def mask(self) -> SpanMask:
-        if self.kind == "documents":
-            return SpanMask.documents(self.offsets())
-        if self.kind == "window":
-            assert self.window is not None
-            return SpanMask.sliding_window(self.seq_len, self.window)
-        return SpanMask.causal(self.seq_len)
+        return SpanMask.documents(self.offsets(), window=None if self.window is None else (self.window, 0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to bring keys to queries.
-
-    Attributes:
-        exchange: as `make_plan` takes it.
-        stages: in how many pieces what is needed arrives; None: the plan's choice.
-        keep_kv: whether what arrived is kept for the backward; None: the plan's choice.
-        two_level: Ulysses inside a host, `exchange` between hosts.
-    """
+    """One way to bring keys to queries, with the options of `make_plan`; `two_level`: Ulysses inside a host."""
 
     name: str
     exchange: str
@@ -80,49 +64,35 @@ class Variant:
 
 def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware | None) -> spanwise.Plan:
     """The plan of one variant; the layout is the same for all of a scenario that do not trade heads for tokens."""
-    num_ranks = (scenario.num_hosts, scenario.per_host) if variant.two_level else scenario.num_ranks
+    hosts, inside = scenario.num_hosts, scenario.per_host
     return spanwise.make_plan(
-        scenario.mask(), num_ranks, balancer=scenario.balancer, exchange=variant.exchange,
-        num_q_heads=HEADS, num_kv_heads=scenario.kv_heads, head_dim=HEAD_DIM, dtype=torch.float32,
-        stages=variant.stages, keep_kv=variant.keep_kv, hardware=hardware, cu_seqlens=scenario.offsets(),
+        scenario.mask(), (hosts, inside) if variant.two_level else hosts * inside, balancer=scenario.balancer,
+        exchange=variant.exchange, num_q_heads=HEADS, num_kv_heads=scenario.kv_heads, head_dim=HEAD_DIM,
+        dtype=torch.float32, stages=variant.stages, keep_kv=variant.keep_kv, hardware=hardware,
+        cu_seqlens=scenario.offsets(),
     )  # fmt: skip
 
 
-def draw(scenario: Scenario) -> tuple[torch.Tensor, ...]:
+def draw(scenario: Scenario) -> Results:
     """q, k, v and the cotangent of the output of the whole sequence, float32 ``[1, heads, seq_len, head_dim]``."""
     generator = torch.Generator().manual_seed(scenario.seed)
     heads = HEADS, scenario.kv_heads, scenario.kv_heads, HEADS
     return tuple(torch.randn((1, n, scenario.seq_len, HEAD_DIM), generator=generator) for n in heads)
 
 
-def reference(scenario: Scenario, chunk: int = 512) -> Results:
-    """out, dq, dk, dv of the whole sequence in float64 on one device, free of spanwise's kernels.
-
-    Dense attention, `chunk` query rows at a time over the keys between the first and the last that any of them reads.
-    Backward as in FlashAttention-2 (Dao, 2023, section 2.3): dS = P ∘ (dP − rowsum(dO ∘ O)).
-    """
-    q, k, v, grad = (x[0].double() for x in draw(scenario))
-    k, v = (x.repeat_interleave(HEADS // scenario.kv_heads, dim=0) for x in (k, v))
-    mask = scenario.mask()
-    out, dq, dk, dv = (torch.zeros_like(q) for _ in range(4))
-    scale = 1 / math.sqrt(HEAD_DIM)
-    positions = torch.arange(scenario.seq_len)
-    for low in range(0, scenario.seq_len, chunk):
-        rows = slice(low, low + chunk)
-        starts, ends = (torch.from_numpy(x[0, :, rows].copy()) for x in (mask.start, mask.end))
-        used = ends > starts
-        if not used.any():
-            continue
-        keys = slice(int(starts[used].min()), int(ends[used].max()))
-        at = positions[keys]
-        visible = ((at >= starts.unsqueeze(-1)) & (at < ends.unsqueeze(-1))).any(0)
-        scores = (scale * q[:, rows] @ k[:, keys].transpose(1, 2)).masked_fill_(~visible, -math.inf)
-        weights = torch.softmax(scores, -1)
-        out[:, rows] = weights @ v[:, keys]
-        dv[:, keys] += weights.transpose(1, 2) @ grad[:, rows]
-        slope = grad[:, rows] @ v[:, keys].transpose(1, 2)
-        slope = weights * (slope - (grad[:, rows] * out[:, rows]).sum(-1, keepdim=True)) * scale
-        dq[:, rows] = slope @ k[:, keys]
-        dk[:, keys] += slope.transpose(1, 2) @ q[:, rows]
-    dk, dv = (x.unflatten(0, (scenario.kv_heads, -1)).sum(1) for x in (dk, dv))
-    return tuple(x.unsqueeze(0) for x in (out, dq, dk, dv))
+def reference(scenario: Scenario, rows: int = 512) -> Results:
+    """out, dq, dk, dv of the whole sequence in float64 on one device: dense attention of a few rows at a time."""
+    q, k, v, grad = (x.double() for x in draw(scenario))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    mask, outs = scenario.mask(), []
+    start, end = (torch.from_numpy(x[0, 0].copy()) for x in (mask.start, mask.end))
+    for part in torch.arange(scenario.seq_len).split(rows):
+        low, high = int(start[part].min()), int(end[part].max())
+        at = torch.arange(low, high)
+        visible = (at >= start[part, None]) & (at < end[part, None])
+        keys, values = (x[:, :, low:high].repeat_interleave(HEADS // scenario.kv_heads, dim=1) for x in (k, v))
+        scores = (q[:, :, part] @ keys.mT / math.sqrt(HEAD_DIM)).masked_fill(~visible, -math.inf)
+        out = torch.softmax(scores, -1) @ values
+        out.backward(grad[:, :, part])
+        outs.append(out.detach())
+    return torch.cat(outs, dim=2), *(x.grad for x in leaves)

@@ -85,35 +85,6 @@ def _ringmaster(balance: str, rotate: str) -> Callable[[Scenario, int], Peer]:
     return make
 
 
-def _ringmaster_ulysses(scenario: Scenario, rank: int) -> Peer:
-    from ringmaster.config import Backend, RingmasterConfig
-    from ringmaster.runtime import CPRuntime, set_runtime
-    from ringmaster.strategies.ulysses import make_ulysses_attention
-
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise Refused(f"its Ulysses wraps a kernel of transformers, which is not installed: {error}") from error
-    config = RingmasterConfig(
-        size=scenario.num_hosts, backend=Backend.ULYSSES, ulysses_size=scenario.num_hosts, ring_size=1
-    )
-    varlen = None
-    if scenario.kind == "documents":
-        offsets = torch.from_numpy(scenario.offsets()).to(torch.int32)
-        varlen = (offsets, int(offsets.diff().max()))
-    set_runtime(CPRuntime(config=config, ulysses_group=dist.group.WORLD, cp_group=dist.group.WORLD, varlen=varlen))
-    forward = make_ulysses_attention("sdpa")
-    module = torch.nn.Module()  # its kernels ask it whether it is causal and how many heads share a key
-    module.is_causal, module.num_key_value_groups = True, 1  # type: ignore[assignment]
-    window = {} if scenario.window is None else {"sliding_window": scenario.window + 1}
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, _ = forward(module, q, k, v, None, is_causal=True, **window)
-        return out.transpose(1, 2)
-
-    return Peer(contiguous(scenario, rank), attend)
-
-
 def _ring_attention_pytorch(scenario: Scenario, rank: int) -> Peer:
     from ring_attention_pytorch import ring_flash_attn
 
@@ -161,7 +132,6 @@ PEERS: dict[str, Callable[[Scenario, int], Any]] = {
     "ringmaster ring, p2p": _ringmaster("none", "alltoall"),
     "ringmaster ring, zigzag": _ringmaster("head_tail", "alltoall"),
     "ringmaster ring, distflash": _ringmaster("distflash", "alltoall"),
-    "ringmaster ulysses": _ringmaster_ulysses,
     "ring-attention-pytorch ring": _ring_attention_pytorch,
     "ring-attention-pytorch zigzag": _ring_attention_zigzag,
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hosts import serve, timed
-from slow_link_cases import HEAD_DIM, HEADS, Scenario, Variant, draw, make_plan
+from slow_link_cases import HEAD_DIM, HEADS, Results, Scenario, Variant, draw, make_plan
 from slow_link_peers import PEERS, Refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -25,7 +25,6 @@ from spanwise.calibrate.measure import measure as calibrate
 from spanwise.hardware import Hardware
 
 Call = Callable[[], Any]
-Tensors = tuple[torch.Tensor, ...]
 
 
 def mesh_of(two_level: bool, per_host: int) -> DeviceMesh:
@@ -36,27 +35,24 @@ def mesh_of(two_level: bool, per_host: int) -> DeviceMesh:
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
-    if "calibrate" in job:
-        # All hosts have the machine's name: how many processes a host has must be said.
-        heads = dict(num_q_heads=HEADS, num_kv_heads=job["kv_heads"], head_dim=HEAD_DIM)
-        found = calibrate(mesh_of(False, 1), **heads, host_size=job["per_host"])
-        return {"hardware": found.hardware.to_dict()}
+    if "calibrate" in job:  # all hosts have the machine's name, so it is said how many ranks a host has
+        heads = {"num_q_heads": HEADS, "num_kv_heads": job["kv_heads"], "head_dim": HEAD_DIM}
+        return {"hardware": calibrate(mesh_of(False, 1), **heads, host_size=job["per_host"]).hardware.to_dict()}
     scenario = Scenario(**job["scenario"])
     return measure_peer(scenario, job) if "peer" in job else measure(scenario, job)
 
 
 def measure(scenario: Scenario, job: dict[str, Any]) -> dict[str, Any]:
     """Times of every variant: the step, and its kernels alone."""
-    variants = [Variant(**fields) for fields in job["variants"]]
     hardware = None if job["hardware"] is None else Hardware.from_dict(job["hardware"])
     whole = draw(scenario)
     calls: dict[str, Call] = {}
-    outputs: dict[str, Tensors] = {}
-    for variant in variants:
+    outputs: dict[str, Results] = {}
+    for variant in (Variant(**fields) for fields in job["variants"]):
         plan, mesh = make_plan(scenario, variant, hardware), mesh_of(variant.two_level, job["per_host"])
-        q, k, v, grad = (plan.shard(x, job["rank"], dim=2) for x in whole)
+        *qkv, grad = (plan.shard(x, job["rank"], dim=2) for x in whole)
         local = plan.local(mesh, "cpu")
-        step, compute = step_call(q, k, v, grad, local, mesh), compute_call(q, k, v, local, mesh)
+        step, compute = step_call(qkv, grad, spanwise_attend(local)), compute_call(*qkv, local, mesh)
         outputs[variant.name] = step()
         compute()  # what is timed has run before
         calls |= {f"step {variant.name}": step, f"compute {variant.name}": compute}
@@ -64,10 +60,7 @@ def measure(scenario: Scenario, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_peer(scenario: Scenario, job: dict[str, Any]) -> dict[str, Any]:
-    """Times of another package's attention call, beside one variant of ours.
-
-    Whatever the call raises ends this process: ranks that it leaves waiting end with the hosts.
-    """
+    """Times of another package's call beside ours. What it raises ends this process, and the others with the hosts."""
     sys.path.append(job["site"])
     # Dense kernels at these lengths may take more memory than there is; an error is better than a killed neighbour.
     resource.setrlimit(resource.RLIMIT_DATA, (job["memory"], job["memory"]))
@@ -76,31 +69,27 @@ def measure_peer(scenario: Scenario, job: dict[str, Any]) -> dict[str, Any]:
     except Refused as error:
         return {"refused": str(error)}
     whole = draw(scenario)
-    plan, mesh = make_plan(scenario, Variant(**job["variants"][0]), None), mesh_of(False, 1)
-    q, k, v, grad = (plan.shard(x, job["rank"], dim=2) for x in whole)
-    step = step_call(q, k, v, grad, plan.local(mesh, "cpu"), mesh)
-    peer_q, peer_k, peer_v, peer_grad = (x[:, :, peer.tokens].contiguous() for x in whole)
+    plan = make_plan(scenario, Variant(**job["variants"][0]), None)
+    *qkv, grad = (plan.shard(x, job["rank"], dim=2) for x in whole)
+    *theirs, their_grad = (x[:, :, peer.tokens].contiguous() for x in whole)
     del whole
-
-    def call() -> Tensors:
-        leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (peer_q, peer_k, peer_v)]
-        out = peer.attend(leaf_q, leaf_k, leaf_v)
-        return out.detach(), *torch.autograd.grad(out, leaves, peer_grad)
-
+    step = step_call(qkv, grad, spanwise_attend(plan.local(mesh_of(False, 1), "cpu")))
+    call = step_call(theirs, their_grad, peer.attend)
     step()
     outputs = call()
-    times = timed({"needed": step, "peer": call}, job["repeats"])
-    return {"times": times, "outputs": outputs, "tokens": peer.tokens}
+    return {"times": timed({"needed": step, "peer": call}, job["repeats"]), "outputs": outputs, "tokens": peer.tokens}
 
 
-def step_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, local: RankPlan, mesh: DeviceMesh
-) -> Call:
-    """Forward and backward of the public call; returns out, dq, dk, dv."""
+def spanwise_attend(local: RankPlan) -> Callable[..., torch.Tensor]:
+    return lambda q, k, v: spanwise.context_parallel_attention(q, k, v, local, kernel="sdpa")
 
-    def call() -> Tensors:
-        leaf_q, leaf_k, leaf_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = spanwise.context_parallel_attention(leaf_q, leaf_k, leaf_v, local, mesh, kernel="sdpa")
+
+def step_call(qkv: list[torch.Tensor], grad: torch.Tensor, attend: Callable[..., torch.Tensor]) -> Call:
+    """Forward and backward of an attention call; returns out, dq, dk, dv."""
+
+    def call() -> Results:
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = attend(*leaves)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     return call
@@ -110,7 +99,7 @@ def compute_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankP
     """Forward and backward of the kernels and merges of a step whose queries and K/V are already there."""
     if local.trade is not None:
         q, k, v = ulysses.to_heads(q, k, v, local.trade, inner_group(mesh), "measured", kv_trade=local.kv_trade)
-    kvs: Iterator[ChunkKV] = kv_chunks(k, v, local.chunks["default"], local, mesh, "default")
+    kvs = kv_chunks(k, v, local.chunks["default"], local, mesh, "default")
     inputs = [q, *(x.detach() for kv in kvs for x in (kv.k, kv.v))]
     chunks, kernel, options = local.chunks["default"], KERNELS["sdpa"], AttentionOptions()
     grad = torch.randn(q.shape[:3] + v.shape[3:])

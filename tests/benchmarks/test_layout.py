@@ -39,6 +39,6 @@ def test_the_figures_that_others_were_measured_against(result):
         assert row["gather"] == 114_688
         for solver in ("MinHeap", "ToppHeap"):
             other = rows[mask, f"MagiAttention {solver}"]
-            assert "MagiAttention" in other["source"] and other["ms"] is None
+            assert "MagiAttention" in other["source"]
             if mask != "causal":
                 assert rows[mask, "local"]["recv_mean"] < other["recv_mean"]

@@ -10,7 +10,7 @@ from benchmarks import packed
 
 def test_all_plans_hold_the_same_documents() -> None:
     cu_seqlens = packed.corpora(2048)["median 64"]
-    for num_ranks in packed.RANKS:
+    for num_ranks in (4, 8):
         plans = packed.plans(cu_seqlens, num_ranks)
         for plan in plans.values():
             assert np.array_equal(plan.packing.q_lens, np.diff(cu_seqlens))
