@@ -9,12 +9,12 @@ sees what an earlier one left behind. Use the `gloo_pool` fixture:
     def test_gathers(gloo_pool):
         results = gloo_pool.run(4, gathers, x)
 
-For numerics `tests.ranks.harness` does the same in threads, many times faster.
+Ranks that are to die get processes of their own: `started(fn, …).outcomes()`. For numerics `tests.ranks.harness` does
+the same in threads, many times faster.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import math
@@ -22,6 +22,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -29,32 +30,26 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import spanwise
 from spanwise import _torch
-from spanwise.attention import failure
 from tests.limits import HANG
 from tests.scripts import forked
 
 T = TypeVar("T")
 
+NEVER = 2 * HANG  # a timeout that no test reaches
 CONNECTED = b"connected"
 CONNECTS = (20.0, 100.0, HANG)  # seconds for gloo to connect all ranks, by attempt; rarely it never does
 
 
 class RemoteTraceback(Exception):
     """The traceback of a rank as text: the cause of the exception that the caller sees."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0])
@@ -64,35 +59,179 @@ class NeverConnected(TimeoutError):
     """No rank has got past the making of the process group."""
 
 
+class Outcome(NamedTuple):
+    """How a rank ended: with a result, an error, or the exit code of its process; all None if it has not ended."""
+
+    result: Any = None
+    error: Any = None
+    exit_code: int | None = None
+    seconds: float = 0.0
+    failed_at: float = math.inf
+    text: str = ""  # traceback
+
+
+class Group(NamedTuple):
+    """How the ranks of a call meet.
+
+    Attributes:
+        port: of the store.
+        name: of the call; it keeps its keys in the store apart.
+        hosts: whether rank 0 hosts the store, as without torchrun.
+        shape, names: of the mesh.
+        timeout: seconds, of the groups of the mesh; that of the world is out of reach. None: the world's, for all.
+        stays: whether a rank that has failed keeps its connections, so that others are not released by their end.
+    """
+
+    port: int
+    name: str
+    hosts: bool
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    timeout: float | None
+    stays: bool
+
+
+class Processes:
+    """Processes that serve calls, one a rank, and may die."""
+
+    def __init__(self, num_ranks: int) -> None:
+        context = forked()
+        self._folder = Path(tempfile.mkdtemp(prefix="gloo-"))
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._calls = 0
+        self._ranks: list[tuple[Any, Connection]] = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs, str(self._log(rank))), daemon=True)
+            process.start()
+            theirs.close()  # so that our end reads end-of-file when the process dies
+            self._ranks.append((process, ours))
+        for _, ours in self._ranks:
+            ours.recv_bytes()  # it has imported torch: the timeout of a call does not pay for that
+
+    def start(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, shape: tuple[int, ...], names: tuple[str, ...],
+        timeout: float | None = None, *, hosts: bool = False, stays: bool = False,
+    ) -> None:  # fmt: skip
+        """Begin a call on the first ranks."""
+        self._calls += 1
+        port = _free_port() if hosts else self._store.port
+        group = Group(port, str(self._calls), hosts, shape, names, timeout, stays)
+        message = pickle.dumps((group, fn, args, kwargs))
+        for _, ours in self._ranks[: math.prod(shape)]:
+            ours.send_bytes(message)
+
+    def connected(self) -> None:
+        """Return when all ranks have made their process groups, so that calls do not start all at once."""
+        for _, ours in self._ranks:
+            assert ours.poll(HANG) and ours.recv_bytes() == CONNECTED
+
+    def collect(
+        self, ranks: Sequence[int], connects: float = HANG, timeout: float = HANG, patience: float = HANG
+    ) -> list[Outcome]:
+        """How each of `ranks` ended.
+
+        Args:
+            connects: seconds until the first rank must have made its group.
+            timeout: seconds from then on.
+            patience: seconds that the others have when a rank has failed.
+
+        Raises:
+            NeverConnected: No rank has made its group.
+        """
+        outcomes = {rank: Outcome() for rank in ranks}
+        pending = {self._ranks[rank][1]: rank for rank in ranks}
+        deadline, connected = time.monotonic() + connects, False
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready and not connected and connects < HANG:
+                raise NeverConnected("the ranks did not connect in time")
+            if not ready:
+                break
+            for ours in ready:
+                rank = pending[ours]
+                try:
+                    message = ours.recv_bytes()
+                except (EOFError, ConnectionError):
+                    process = self._ranks[rank][0]
+                    process.join(5)
+                    message = pickle.dumps(Outcome(exit_code=process.exitcode, text=self._log(rank).read_text()))
+                if message == CONNECTED:
+                    deadline, connected = (deadline if connected else time.monotonic() + timeout), True
+                    continue
+                connected = True
+                outcomes[rank] = pickle.loads(message)
+                del pending[ours]
+                if outcomes[rank].failed_at < math.inf or outcomes[rank].exit_code is not None:
+                    deadline = min(deadline, time.monotonic() + patience)
+        return list(outcomes.values())
+
+    def outcomes(self, but: Sequence[int] = ()) -> list[Outcome]:
+        """How each rank ended, `but` some that are not waited for; then all processes are ended."""
+        ranks = [rank for rank in range(len(self._ranks)) if rank not in but]
+        found = dict(zip(ranks, self.collect(ranks), strict=True))
+        late = [rank for rank, outcome in found.items() if outcome == Outcome()]
+        stacks = self.stacks(late)
+        self.end()
+        assert not stacks, stacks
+        return [found.get(rank, Outcome()) for rank in range(len(self._ranks))]
+
+    def go_on(self, num_ranks: int) -> None:
+        """Let ranks that have answered leave their groups: one that left early would fail those that still talk."""
+        for _, ours in self._ranks[:num_ranks]:
+            ours.send_bytes(b"all have answered")
+
+    def stacks(self, ranks: Sequence[int]) -> str:
+        """What ranks are doing: faulthandler writes it to the rank's log on a signal."""
+        for rank in ranks:
+            os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5 if ranks else 0)
+        return "\n".join(f"rank {rank}:\n{self._log(rank).read_text()}" for rank in ranks)
+
+    def end(self) -> None:
+        for process, ours in self._ranks:
+            process.kill()
+            process.join()
+            ours.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.log"
+
+
+def started(
+    fn: Callable[..., Any], *args: Any, mesh_shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("cp",),
+    timeout: float = NEVER, store_in_rank_0: bool = False,
+) -> Processes:  # fmt: skip
+    """Ranks of their own that run ``fn(rank, mesh, *args)`` and may die; see `Group`."""
+    processes = Processes(math.prod(mesh_shape))
+    processes.start(fn, args, {}, mesh_shape, names, timeout, hosts=store_in_rank_0, stays=True)
+    processes.connected()
+    return processes
+
+
 class GlooPool:
-    """Processes that run functions as the ranks of a gloo group; a context manager.
+    """Ranks that are reused; a context manager.
 
     A call that hangs or kills a rank costs the pool its processes: they are ended, and the next call starts new ones.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")
-        self._workers: list[tuple[BaseProcess, Connection]] = []
-        self._calls = 0
+        self._processes: Processes | None = None
 
     def __enter__(self) -> GlooPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
-        self._folder.cleanup()
+        if self._processes is not None:
+            self._processes.end()
+        self._processes = None
 
     def run(
-        self,
-        num_ranks: int,
-        fn: Callable[..., T],
-        *args: Any,
-        mesh_shape: Sequence[int] | None = None,
-        mesh_dim_names: Sequence[str] = ("cp",),
-        timeout: float = HANG,
-        **kwargs: Any,
-    ) -> list[T]:
+        self, num_ranks: int, fn: Callable[..., T], *args: Any, mesh_shape: Sequence[int] | None = None,
+        mesh_dim_names: Sequence[str] = ("cp",), timeout: float = HANG, **kwargs: Any,
+    ) -> list[T]:  # fmt: skip
         """Runs ``fn(rank, mesh, *args, **kwargs)`` on the first `num_ranks` processes; results by rank.
 
         Raises:
@@ -101,123 +240,42 @@ class GlooPool:
             TimeoutError: Ranks did not answer within `timeout` seconds of their connection; the text holds the stack of
                 each.
         """
-        if num_ranks > self.num_ranks:
-            raise ValueError(f"{num_ranks} ranks asked of a pool of {self.num_ranks}")
+        assert num_ranks <= self.num_ranks
         shape = (num_ranks,) if mesh_shape is None else tuple(mesh_shape)
-        for connects in CONNECTS[:-1]:
-            with contextlib.suppress(NeverConnected):  # `fn` has not run on any rank then
-                return self._call(num_ranks, fn, args, kwargs, shape, tuple(mesh_dim_names), connects, timeout)
-        return self._call(num_ranks, fn, args, kwargs, shape, tuple(mesh_dim_names), CONNECTS[-1], timeout)
+        for connects in CONNECTS:
+            self._processes = processes = self._processes or Processes(self.num_ranks)
+            processes.start(fn, args, kwargs, shape, tuple(mesh_dim_names))
+            try:  # `fn` has run on no rank if they have not connected
+                outcomes = processes.collect(range(num_ranks), connects, timeout, patience=30)
+                break
+            except NeverConnected:
+                self.__exit__()
+        late = [rank for rank, outcome in enumerate(outcomes) if outcome == Outcome()]
+        stacks = processes.stacks(late)
+        if late or any(outcome.exit_code is not None for outcome in outcomes):
+            self.__exit__()
+        else:
+            processes.go_on(num_ranks)
+        first = min(range(num_ranks), key=lambda rank: outcomes[rank].failed_at)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.exit_code is not None:
+                raise RuntimeError(f"rank {rank} died with exit code {outcome.exit_code}: {outcome.text}")
+        if outcomes[first].failed_at < math.inf:
+            outcomes[first].error.rank = first
+            raise outcomes[first].error from RemoteTraceback(f"rank {first} of {num_ranks}:\n{outcomes[first].text}")
+        if late:
+            raise TimeoutError(f"ranks {late} did not answer in time\n{stacks}")
+        return [outcome.result for outcome in outcomes]
 
-    def _call(
-        self,
-        num_ranks: int,
-        fn: Callable[..., T],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        shape: tuple[int, ...],
-        mesh_dim_names: tuple[str, ...],
-        connects: float,
-        timeout: float,
-    ) -> list[T]:
-        self._start()
-        self._calls += 1
-        group = (f"{self._folder.name}/store-{self._calls}", num_ranks, shape, mesh_dim_names, timeout)
-        message = pickle.dumps((group, fn, args, kwargs))
-        for _, connection in self._workers[:num_ranks]:
-            connection.send_bytes(message)
-        return self._collect(num_ranks, connects, timeout)
 
-    def _collect(self, num_ranks: int, connects: float, timeout: float) -> list[Any]:
-        connected, deadline = 0, time.monotonic() + connects
-        results: list[Any] = [None] * num_ranks
-        failures: list[tuple[float, int, BaseException, str]] = []
-        pending = {self._workers[rank][1]: rank for rank in range(num_ranks)}
-        while pending:
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                if failures:  # who still waits, waits for a rank that failed
-                    self._stop()
-                    break
-                each = [f"rank {rank}:\n{self._stack(rank)}" for rank in pending.values()]
-                stacks = "\n".join(each)
-                self._stop()
-                if not connected:
-                    raise NeverConnected(f"the ranks did not connect in time\n{stacks}")
-                raise TimeoutError(f"ranks {sorted(pending.values())} did not answer in time\n{stacks}")
-            for connection in ready:
-                rank = pending[connection]
-                try:
-                    message = connection.recv_bytes()
-                except (EOFError, ConnectionError):
-                    raise RuntimeError(self._obituary(rank)) from None
-                if message == CONNECTED:
-                    connected += 1
-                    if not failures:
-                        deadline = time.monotonic() + timeout
-                    continue
-                del pending[connection]
-                answer = pickle.loads(message)
-                if answer[0] == "result":
-                    results[rank] = answer[1]
-                else:
-                    failures.append((answer[1], rank, *answer[2:]))
-                    deadline = min(deadline, time.monotonic() + 30)  # its peers fail when its connections close
-        for _, connection in self._workers[:num_ranks]:
-            connection.send_bytes(b"all have answered")
-        if failures:
-            _, rank, error, text = min(failures, key=lambda failure: failure[0])
-            error.rank = rank
-            raise error from RemoteTraceback(f"rank {rank} of {num_ranks}:\n{text}")
-        return results
-
-    def _obituary(self, rank: int) -> str:
-        process = self._workers[rank][0]
-        process.join(5)
-        text = f"rank {rank} died with exit code {process.exitcode}: {self._log(rank).read_text() or 'no traceback'}"
-        self._stop()
-        return text
-
-    def _start(self) -> None:
-        if self._workers:
-            return
-        context = forked()
-        for rank in range(self.num_ranks):
-            ours, theirs = context.Pipe()
-            self._log(rank).write_text("")
-            process = context.Process(target=_serve, args=(rank, theirs, str(self._log(rank))), daemon=True)
-            process.start()
-            theirs.close()  # so that our end reads end-of-file when the process dies
-            self._workers.append((process, ours))
-        for rank, (_, connection) in enumerate(self._workers):
-            try:
-                connection.recv_bytes()  # has imported torch: the timeout of a call does not pay for it
-            except EOFError:
-                raise RuntimeError(self._obituary(rank)) from None
-
-    def _stop(self) -> None:
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
-        for process, _ in self._workers:
-            process.join()
-            process.close()
-        self._workers = []
-
-    def _log(self, rank: int) -> Path:
-        return Path(self._folder.name) / f"rank-{rank}.log"
-
-    def _stack(self, rank: int) -> str:
-        """What the process is doing: faulthandler writes it to the rank's log on a signal."""
-        process = self._workers[rank][0]
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.1)
-        return self._log(rank).read_text()
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _serve(rank: int, connection: Connection, log_path: str) -> None:
-    """A worker: answers one call after the other until the pool closes its end."""
+    """A rank: answers one call after the other until the test process closes its end."""
     gc.freeze()  # what the server has imported: a full garbage collection is 0.4 s shorter
     with open(log_path, "w") as log:
         faulthandler.enable(log)
@@ -225,32 +283,63 @@ def _serve(rank: int, connection: Connection, log_path: str) -> None:
         torch.set_num_threads(1)
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up the host's name, which may not resolve
-        with contextlib.suppress(EOFError):
-            connection.send_bytes(b"ready")
-            while True:
-                connection.send_bytes(_answer(rank, connection))
-                connection.recv_bytes()  # a rank that left early would fail those that still talk to each other
-                _leave()
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                message = connection.recv_bytes()
+                connection.send_bytes(_answer(rank, connection, message))
+                connection.recv_bytes()
+            except EOFError:
+                return
+            _leave()
 
 
-def _answer(rank: int, connection: Connection) -> bytes:
-    message = connection.recv_bytes()
+def _answer(rank: int, connection: Connection, message: bytes) -> bytes:
+    stays, began = False, time.monotonic()
     try:
-        (store_path, num_ranks, shape, names, timeout), fn, args, kwargs = pickle.loads(message)
-        store = dist.FileStore(store_path, num_ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
-        )
+        group, fn, args, kwargs = pickle.loads(message)
+        stays = group.stays
+        mesh = _meet(rank, group)
         connection.send_bytes(CONNECTED)
-        result = fn(rank, init_device_mesh("cpu", shape, mesh_dim_names=names), *args, **kwargs)
-        return pickle.dumps(("result", result))
+        began = time.monotonic()
+        return pickle.dumps(Outcome(result=fn(rank, mesh, *args, **kwargs), seconds=time.monotonic() - began))
     except BaseException as error:
+        if stays and not isinstance(error, Exception):
+            raise
         failed_at, text = time.monotonic(), traceback.format_exc()
-        _leave()  # releases the ranks that wait for this one
+        if not stays:
+            mesh = None
+            traceback.clear_frames(error.__traceback__)  # nothing may hold the groups
+            _leave()  # releases the ranks that wait for this one
+        outcome = Outcome(error=error, seconds=failed_at - began, failed_at=failed_at, text=text)
         try:
-            return pickle.dumps(("failure", failed_at, error, text))
+            return pickle.dumps(outcome)
         except Exception:
-            return pickle.dumps(("failure", failed_at, RuntimeError(f"{type(error).__name__}: {error}"), text))
+            return pickle.dumps(outcome._replace(error=RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+def _meet(rank: int, group: Group) -> DeviceMesh:
+    timeout, is_host = timedelta(seconds=HANG), group.hosts and rank == 0
+    tcp = dist.TCPStore("127.0.0.1", group.port, is_master=is_host, wait_for_workers=False, timeout=timeout)
+    size, store = math.prod(group.shape), dist.PrefixStore(group.name, tcp)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    options = None if group.timeout is None else _timeouts(group.names, group.timeout)
+    mesh = init_device_mesh("cpu", group.shape, mesh_dim_names=group.names, backend_override=options)
+    if group.stays:
+        dist.barrier()
+    return mesh
+
+
+def _timeouts(names: tuple[str, ...], timeout: float) -> dict[int | str, tuple[str, Any]]:
+    """For the groups of a mesh. That of the world has a timeout out of reach: ranks start at times of their own."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    return {name: ("gloo", options) for name in names}
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def tell(mesh: DeviceMesh, event: str) -> None:
@@ -261,116 +350,3 @@ def tell(mesh: DeviceMesh, event: str) -> None:
 def hear(mesh: DeviceMesh, *events: str) -> None:
     """Return when ranks of the group of a mesh have told all the events."""
     _torch.group_store(mesh.get_group()).wait(list(events), timedelta(seconds=HANG))
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------- ranks that may die
-
-NEVER = 2 * HANG  # a timeout that no test reaches
-
-
-class Outcome(NamedTuple):
-    """How a rank ended: its result or error, or an exit code if it did not get so far."""
-
-    result: Any = None
-    error: Any = None
-    exit_code: int | None = None
-    seconds: float = 0.0
-
-
-class World:
-    """Processes that run ``fn(rank, mesh, *args)`` as the ranks of a gloo group, and may die."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        mesh_shape: tuple[int, ...] = (4,),
-        names: tuple[str, ...] = ("cp",),
-        timeout: float = NEVER,
-        grace: float | None = None,
-        store_in_rank_0: bool = False,
-    ) -> None:
-        context = forked()
-        self._folder = tempfile.mkdtemp(prefix="lost-peer-")
-        if not store_in_rank_0:  # as under torchrun, where the agent hosts it
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            (Path(self._folder) / "port").write_text(str(self._store.port))
-        self._ranks = []
-        for rank in range(math.prod(mesh_shape)):
-            ours, theirs = context.Pipe(duplex=False)
-            group = (self._folder, rank, mesh_shape, names, timeout, grace, store_in_rank_0)
-            process = context.Process(target=_rank_main, args=(theirs, group, fn, args), daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
-        for _, ours in self._ranks:  # so that worlds that are made one after the other do not start all at once
-            assert ours.poll(HANG) and ours.recv() == "started"
-
-    def outcomes(self, but: tuple[int, ...] = ()) -> list[Outcome]:
-        """How each rank ended, `but` some that are not waited for; then all processes are ended."""
-        outcomes = []
-        for rank, (process, ours) in enumerate(self._ranks):
-            try:
-                ended = ours.poll(0 if rank in but else HANG)
-                if not ended and rank not in but:
-                    raise TimeoutError(f"rank {rank} has not ended:\n{self._stack(rank)}")
-                outcomes.append(Outcome(*ours.recv()) if ended else Outcome())
-            except EOFError:
-                process.join(5)
-                outcomes.append(Outcome(exit_code=process.exitcode))
-        self.end()
-        return outcomes
-
-    def _stack(self, rank: int) -> str:
-        os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return (Path(self._folder) / f"stack-{rank}").read_text()
-
-    def end(self) -> None:
-        for process, ours in self._ranks:
-            process.kill()
-            process.join()
-            ours.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _rank_main(connection: Connection, group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    folder, rank, mesh_shape, names, timeout, grace, store_in_rank_0 = group
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1, (Path(folder) / f"stack-{rank}").open("w"))
-    hosts = store_in_rank_0 and rank == 0
-    port = Path(folder) / "port"
-    while not hosts and not (port.exists() and port.read_text()):
-        time.sleep(0.01)
-    at = 0 if hosts else int(port.read_text())
-    store = dist.TCPStore("127.0.0.1", at, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=HANG))
-    if hosts:
-        port.write_text(str(store.port))
-    num_ranks = math.prod(mesh_shape)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=HANG))
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names, backend_override=_timeouts(names, timeout))
-    dist.barrier()
-    connection.send("started")
-    began = time.monotonic()
-    try:
-        with mock.patch.object(failure, "GRACE", failure.GRACE if grace is None else grace):
-            answer = (fn(rank, mesh, *args), None)
-    except spanwise.ExchangeError as error:
-        answer = (None, error)
-    connection.send((*answer, None, time.monotonic() - began))
-    if store_in_rank_0 and rank == 0:
-        return
-    time.sleep(NEVER)  # a rank whose process ended would release the others; the test ends it
-
-
-def _timeouts(names: tuple[str, ...], timeout: float) -> dict[int | str, tuple[str, Any]]:
-    """For the groups of a mesh. That of the world has a timeout out of reach: ranks start at times of their own."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout)
-    return {name: ("gloo", options) for name in names}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -75,47 +74,12 @@ def test_the_first_exception_is_raised_and_the_others_are_released(run: Callable
     with pytest.raises(ValueError, match=f"heads do not divide on {culprit}") as raised:
         run(3, refuse, culprit)
     assert raised.value.rank == culprit and rank_threads() == []
-    if run is not run_ranks:
-        assert isinstance(raised.value.__cause__, RemoteTraceback)
-        assert f"rank {culprit} of 3" in str(raised.value.__cause__) and "in refuse" in str(raised.value.__cause__)
+    assert run is run_ranks or isinstance(raised.value.__cause__, RemoteTraceback)
     assert len(run(3, collectives)) == 3
 
 
 def rank_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
-
-
-# ---------------------------------------------------------------- threads
-
-
-class GatherRows(torch.autograd.Function):
-    """All-gather whose backward is the reduce-scatter, which fails where the number is negative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, number: int) -> torch.Tensor:
-        ctx.mesh, ctx.number = mesh, number
-        return all_gather(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.number < 0:
-            raise ValueError("no backward here")
-        return reduce_scatter(grad.contiguous(), ctx.mesh), None, None
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3, 8])
-def test_collectives_in_a_backward(num_ranks: int) -> None:
-    xs = torch.randn(num_ranks, 2, 3, dtype=torch.float64)
-    cotangents = torch.randn(num_ranks, 2 * num_ranks, 3, dtype=torch.float64)
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> torch.Tensor:
-        x = xs[rank].clone().requires_grad_()
-        GatherRows.apply(x, mesh, 0).sin().backward(cotangents[rank])
-        return x.grad
-
-    whole = xs.flatten(0, 1).clone().requires_grad_()
-    whole.sin().backward(cotangents.sum(0))
-    torch.testing.assert_close(torch.cat(run_ranks(num_ranks, on_rank)), whole.grad)
 
 
 def test_results_are_not_there_before_a_wait() -> None:
@@ -127,15 +91,9 @@ def test_results_are_not_there_before_a_wait() -> None:
             ops.all_reduce(torch.ones(2), "sum", name),
             ops.all_to_all_single(torch.ones(2), [1, 1], [1, 1], name),
         ]
-        early = [bool(x.isnan().all()) for x in started]
-        counts = ops.all_reduce(torch.ones(1, dtype=torch.int64), "sum", name)
-        early.append(counts.item() > 2)
-        waited = [ops.wait_tensor(x).mean().item() for x in started]
-        return early, waited, ops.wait_tensor(counts).item()
+        return all(bool(x.isnan().all()) for x in started), [ops.wait_tensor(x).mean().item() for x in started]
 
-    for early, waited, count in run_ranks(2, on_rank):
-        assert early == [True] * 5
-        assert (waited, count) == ([1.0, 2.0, 2.0, 1.0], 2)
+    assert run_ranks(2, on_rank) == [(True, [1.0, 2.0, 2.0, 1.0])] * 2
 
 
 def changes_what_it_sent(rank: int, mesh: DeviceMesh) -> None:
@@ -151,58 +109,26 @@ def stays_away(rank: int, mesh: DeviceMesh) -> None:
         all_gather(torch.ones(2), mesh)
 
 
-def fails_in_its_backward(rank: int, mesh: DeviceMesh) -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    GatherRows.apply(x, mesh, -rank).sum().backward()
+WRONG: dict[str, tuple[Callable[[int, DeviceMesh], Any], type[Exception]]] = {
+    "sent changed": (changes_what_it_sent, RuntimeError),
+    "rank 1: has returned": (stays_away, TimeoutError),
+    "do not match": (lambda rank, mesh: (reduce_scatter if rank else all_gather)(torch.ones(4), mesh), RuntimeError),
+    "AllGather: rank 0 sends": (lambda rank, mesh: all_gather(torch.ones(1 + (rank == 0), 2), mesh), RuntimeError),
+    "AllToAllBase: rank 1 sends": (lambda rank, mesh: all_to_all(torch.ones(3), [1 + rank, 1], [1, 2], mesh),
+                                   RuntimeError),
+}  # fmt: skip
 
 
-WRONG: list[tuple[Callable[[int, DeviceMesh], Any], type[Exception], str]] = [
-    (changes_what_it_sent, RuntimeError, "AllGather: what was sent changed before the wait"),
-    (stays_away, TimeoutError, "all_gather(?s:.*)rank 1: has returned"),
-    (fails_in_its_backward, ValueError, "no backward here"),
-    (lambda rank, mesh: (reduce_scatter if rank else all_gather)(torch.ones(4), mesh), RuntimeError,
-     "collectives do not match"),
-    (lambda rank, mesh: all_gather(torch.ones(1 + (rank == 0), 2), mesh), RuntimeError,
-     "AllGather: rank 0 sends .* rank 1 expects"),
-    (lambda rank, mesh: all_to_all(torch.ones(3), [1 + rank, 1], [1, 2], mesh), RuntimeError,
-     "AllToAllBase: rank 1 sends .* rank 1 expects"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_what_would_hang_on_real_ranks_is_an_error(number: int) -> None:
-    fn, error, message = WRONG[number]
+@pytest.mark.parametrize("message", WRONG)
+def test_what_would_hang_on_real_ranks_is_an_error(message: str) -> None:
+    fn, error = WRONG[message]
     with pytest.raises(error, match=message):
         run_ranks(2, fn, timeout=3.0 if error is TimeoutError else HANG)
     assert rank_threads() == []
 
 
-def test_arguments_reach_the_ranks() -> None:
-    assert run_ranks(2, lambda rank, mesh, a, b: (rank, a, b), 5, b=6) == [(0, 5, 6), (1, 5, 6)]
-    with pytest.raises(ValueError, match="does not hold 4 ranks"):
-        run_ranks(4, lambda rank, mesh: None, mesh_shape=(2, 3), mesh_dim_names=("dp", "cp"))
-
-
-def test_a_call_is_cheap() -> None:
-    def on_rank(rank: int, mesh: DeviceMesh) -> None:
-        all_gather(torch.ones(2), mesh)
-
-    run_ranks(4, on_rank)
-    start = time.process_time()
-    for _ in range(20):
-        run_ranks(4, on_rank)
-    assert (time.process_time() - start) / 20 < 0.1  # about 7 ms
-
-
-# ---------------------------------------------------------------- processes
-
-
 def process_id(rank: int, mesh: DeviceMesh) -> int:
     return os.getpid()
-
-
-def test_processes_are_reused(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(2, process_id) == gloo_pool.run(4, process_id)[:2]
 
 
 def die(rank: int, mesh: DeviceMesh) -> None:
@@ -219,11 +145,10 @@ def hang(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 def test_dead_and_hanging_ranks() -> None:
     with GlooPool(num_ranks=2) as pool:
+        assert pool.run(2, process_id) == pool.run(2, process_id)
         with pytest.raises(RuntimeError, match=r"rank 1 died with exit code -11: (?s:.*)in die"):
             pool.run(2, die)
         pool.run(2, process_id)
         with pytest.raises(TimeoutError, match=r"ranks \[0\] did not answer in time(?s:.*)in hang"):
             pool.run(2, hang, timeout=20.0)
         assert len(pool.run(2, process_id)) == 2
-        with pytest.raises(ValueError, match="3 ranks asked of a pool of 2"):
-            pool.run(3, process_id)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ import spanwise
 from spanwise import SpanMask
 from tests.batch.test_token_scores import problem, reference
 from tests.pairs import covering
-from tests.ranks.gloo import GlooPool, World
+from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 LENGTH, DIM, VOCAB = 45, 6, 11
@@ -33,42 +30,6 @@ def batch_problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 def own(x: torch.Tensor, rows: list[int], rank: int) -> torch.Tensor:
     """A copy of this rank's rows that needs a gradient."""
     return x.split(rows)[rank].clone().requires_grad_()
-
-
-@pytest.mark.parametrize("exchange", ["all_gather", "needed", "ring", "ulysses"])
-def test_shards_restored_to_the_global_order_are_the_scores_of_one_device(exchange: str) -> None:
-    """Packed documents; the plan of each exchange lays the tokens out in its own way."""
-    way: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 4} if exchange == "ulysses" else {}
-    plan = spanwise.make_plan(SpanMask.documents(CU), 4, exchange=exchange, balancer="lpt", block_size=4,
-                              cu_seqlens=CU, **way)  # fmt: skip
-    hidden, weight, bias, tokens = batch_problem()
-    tokens = tokens.clamp(min=0)
-    labels = torch.full_like(tokens, -100)
-    for first, last in itertools.pairwise(CU):
-        labels[:, first : last - 1] = tokens[:, first + 1 : last] if last > first else tokens[:, :0]
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    expected = reference(*leaves, labels, temperature=0.8)
-    cotangents = [torch.randn(2, LENGTH, dtype=torch.float64) for _ in range(2)]
-    grads = torch.autograd.grad(expected, leaves, cotangents)
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        h, w, b = (x.clone().requires_grad_() for x in (hidden, weight, bias))
-        batch = spanwise.shard_batch({"labels": tokens}, plan, mesh)
-        scores = spanwise.token_logprobs(
-            spanwise.shard(plan, mesh, h), batch["labels"], vocab_weight=w, bias=b, temperature=0.8, entropy=True,
-            chunk=7,
-        )  # fmt: skip
-        restored = [spanwise.unshard(plan, mesh, x) for x in scores]
-        # Every rank computes the same loss from them, so each takes its share; reducers would then sum over ranks.
-        own_grads = torch.autograd.grad(restored, (h, w, b), [c / mesh.size() for c in cotangents])
-        return [x.detach() for x in restored], list(own_grads)
-
-    results = run_ranks(4, on_rank)
-    for scores, _ in results:
-        for one, other in zip(scores, expected, strict=True):
-            torch.testing.assert_close(one, other.detach())
-    for i, exact in enumerate(grads):
-        torch.testing.assert_close(sum(own_grads[i] for _, own_grads in results), exact)
 
 
 @pytest.mark.parametrize(
@@ -196,25 +157,6 @@ def test_what_a_sharded_vocabulary_refuses() -> None:
     run_ranks(4, on_rank, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
 
 
-def _compiled(rank: int, mesh: DeviceMesh, hidden: Any, weight: Any, labels: Any) -> Any:
-    h, w = hidden.clone().requires_grad_(), own(weight, [6, 5], mesh["tp"].get_local_rank())
-
-    def loss(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return spanwise.linear_cross_entropy(h, w, labels, loss_mesh=mesh["cp"], vocab_mesh=mesh["tp"], chunk=5)
-
-    expected = torch.autograd.grad(loss(h, w), (h, w))
-    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(h, w), (h, w))
-    return all(map(torch.allclose, found, expected))
-
-
-@pytest.mark.slow
-@pytest.mark.compiles
-def test_compiled_with_a_sharded_vocabulary(gloo_pool: GlooPool) -> None:
-    hidden, weight, _, labels = (x.detach() for x in problem(17, DIM, VOCAB))
-    ranks = {"mesh_shape": (2, 2), "mesh_dim_names": ("cp", "tp")}
-    assert gloo_pool.run(4, _compiled, hidden, weight, labels, **ranks) == [True] * 4
-
-
 def _by_inductor(rank: int, mesh: DeviceMesh, hidden: torch.Tensor, weight: torch.Tensor, labels: Any) -> float:
     rows = weight.split([6, 5])[rank]
 
@@ -231,30 +173,6 @@ def test_inductor_keeps_the_largest_logits_of_a_rank(gloo_pool: GlooPool) -> Non
     """Without gradients it made them a view of what an all-reduce then overwrote: 0.3 off."""
     hidden, weight, _, labels = (x.detach() for x in problem(17, DIM, VOCAB))
     assert max(gloo_pool.run(2, _by_inductor, hidden, weight, labels)) < 1e-10
-
-
-def _loses_a_rank(rank: int, mesh: DeviceMesh, moment: str, hidden: Any, weight: Any, labels: Any) -> None:
-    h, w = hidden.clone().requires_grad_(), own(weight, [6, 5], rank)
-    if moment == "the loss":
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        spanwise.linear_cross_entropy(h, w, labels, loss_mesh=mesh, reduction="sum")
-    loss = spanwise.linear_cross_entropy(h, w, labels, loss_mesh=None, vocab_mesh=mesh)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    loss.backward()
-
-
-@pytest.mark.parametrize("moment", ["the loss", pytest.param("the gradient of hidden states", marks=pytest.mark.slow)])
-def test_a_lost_rank_is_an_error(moment: str) -> None:
-    hidden, weight, _, labels = (x.detach() for x in problem(17, DIM, VOCAB))
-    labels = labels.clamp(max=4)
-    world = World(_loses_a_rank, moment, hidden, weight, labels, mesh_shape=(2,))
-    error = world.outcomes()[0].error
-    assert isinstance(error, spanwise.ExchangeError)
-    # The loss is the first call of its group; both are compared before their all-reduce.
-    what = "connections to compare calls" if moment == "the loss" else "comparison of call 2"
-    assert error.what == what and error.lost == (1,) and "lost: rank 1, no word within" in str(error)
 
 
 class Head(torch.nn.Module):

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
+from tests.ranks.calls import mismatch
 from tests.ranks.gloo import GlooPool
-from tests.ranks.test_mismatch import mismatch
 
 LENGTHS = (23, 41, 7, 30)
 

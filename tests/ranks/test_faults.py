@@ -1,0 +1,549 @@
+"""Ranks that differ: a table of calls, what rank 1 does otherwise, and what the error of every rank names.
+
+No rank gets a number from calls that differ. All raise `MismatchError`, on 2 and 3 ranks, in a first call and after
+equal ones, eager and compiled. Where a rank does not take part at all, or is refused in its very first call on a mesh,
+before anything was compared, the others raise when the timeout of their group is over.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import spanwise
+from spanwise import _torch
+from spanwise.attention import call_log, failure
+from spanwise.attention.compare import mesh_ranks
+from tests.limits import HANG
+from tests.oracle import make_problem, relative_error
+from tests.ranks.calls import mismatch
+from tests.ranks.faulty import CALLS, HEADS, TOKENS, Options, attention, plan_of, play
+from tests.ranks.gloo import GlooPool, hear, tell
+
+SLOW, COMPILED = pytest.mark.slow, pytest.mark.compiles
+EXCHANGES = ("needed", "all_gather", "ring", "ulysses", "hierarchical")
+LEVELS: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("outer", "inner")}
+STEP = "f b0"
+
+# ---------------------------------------------------------------- arguments that differ: of rank 1, and what is named
+
+ARGUMENTS: dict[str, dict[str, tuple[Options, str]]] = {
+    "attention": {
+        "plan": ({"plan": "b"}, "rank 1: plan "),
+        "mask": ({"mask_name": "near"}, "rank 1: mask near"),
+        "half": ({"dtype": torch.float16}, "dtype float16"),
+        "dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
+        "batch": ({"batch": 3}, "(3, 6, 6, 5, 5)"),
+        "head dim": ({"columns": 16}, "(1, 6, 6, 16, 16)"),
+        "query heads": ({"heads": 12}, "(1, 12, 6, 5, 5)"),
+        "kernel": ({"kernel": "reference"}, "rank 1: kernel reference"),
+        "no gradient": ({"grad": False}, "rank 1: requires grad"),
+        "scale": ({"scale": 2.0}, "rank 1: scale 2.0"),
+        "softcap": ({"softcap": 3.0}, "rank 1: softcap 3.0"),
+        "max_logit": ({"return_aux": spanwise.AuxRequest(max_logit=True)}, "rank 1: returns"),
+        "compiled": ({"backend": "aot_eager"}, "rank 1: compiled context_parallel_attention"),
+    },
+    "gated_delta": {
+        "a bias": ({"bias": torch.ones(5)}, "(3, None, True)"),
+        "normalized": ({"normalize": True}, "rank 1: gated_delta(normalize=True)"),
+    },
+    "causal_conv": {"a width": ({"width": 2}, "(2, None, False)")},
+    "relayout": {"no gradient": ({"grad": False}, "requires grad (False,)")},
+    "cross_entropy": {
+        "a count": ({"count": 2}, "rank 1: amount 2.0"),
+        "no count": ({"count": None}, "num_valid None, weighted False"),
+        "a count in a tensor": ({"count": torch.tensor(6)}, "rank 1: num_valid a tensor"),
+        "dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
+        "weights": ({"weights": torch.ones(TOKENS)}, "rank 1: weighted True"),
+        "no gradient": ({"grad": False}, "rank 1: requires grad False"),
+    },
+    "linear_cross_entropy": {
+        "a softcap": ({"softcap": 3.0}, "softcap 3.0"),
+        "a hidden size": ({"columns": 4}, "last dim (4,)"),
+    },
+    "each_loss": {
+        "a sum": ({"reduction": "sum"}, 'linear_cross_entropy(reduction="sum")'),
+        "a softcap": ({"softcap": 3.0}, "softcap 3.0"),
+    },
+    "token_logprobs": {
+        "fewer tokens": ({"tokens": 3}, "(3, 5)"),
+        "dtype": ({"dtype": torch.float64}, "dtype float64"),
+        "no gradient": ({"grad": False}, "requires grad False"),
+        "a temperature": ({"temperature": 0.5}, "temperature 0.5"),
+        "a softcap": ({"softcap": 3.0}, "softcap 3.0"),
+        "entropies": ({"entropy": True}, "entropy True"),
+        "logits": ({"logits": True}, "given logits"),
+        "a bias": ({"bias": True}, "bias True"),
+        "another loss": ({"loss": "sum"}, 'linear_cross_entropy(reduction="sum")'),
+        "a count": ({"loss": "mean", "count": 5}, "amount 5"),
+    },
+    "unshard_edges": {
+        "another tree": ({"tree": spanwise.TokenTree([-1, 0, 0], [2, 1, 3])}, "(6, 5)"),
+        "dtype": ({"dtype": torch.float64}, "dtype float64"),
+        "no gradient": ({"grad": False}, "requires grad (False,)"),
+        "edges of another batch": ({"tree": spanwise.TokenTree([-1, 0, 0], [1, 2, 2])}, "rank 1: plan "),
+    },
+}  # fmt: skip
+
+
+class Differing(NamedTuple):
+    """Rank 1 has other arguments, in a first call or after `steady` equal steps."""
+
+    name: str
+    what: tuple[str, ...]
+    ranks: int = 2
+    exchange: str = "needed"
+    steady: int = 0
+    backend: str | None = None
+
+
+def compiled(name: str, backend: str, *what: str, marks: Any = (COMPILED,)) -> Any:
+    return pytest.param(Differing(name, what or tuple(ARGUMENTS[name]), backend=backend), marks=marks)
+
+
+EAGER = tuple(what for what in ARGUMENTS["attention"] if what != "compiled")
+DIFFERING = [
+    *(Differing("attention", EAGER, exchange=exchange) for exchange in EXCHANGES[:4]),
+    *(Differing(name, tuple(changes)) for name, changes in ARGUMENTS.items() if name != "attention"),
+    # One rank has gone on, and the groups are closed.
+    *(Differing("attention", ("plan",), 2 if x == "ulysses" else 3, x, steady=8) for x in EXCHANGES),
+    *(Differing("attention", ("dtype",), 3, x, steady=8) for x in ("ring", "hierarchical")),
+    Differing("attention", ("no gradient",), 2, "ulysses", steady=8),
+    *(Differing("cross_entropy", (what,), steady=8) for what in ("a count", "no gradient")),
+    pytest.param(Differing("attention", ("compiled",)), marks=COMPILED),
+    compiled("attention", "aot_eager", "dtype"),
+    compiled("token_logprobs", "aot_eager", "a temperature"),
+    compiled("cross_entropy", "aot_eager", "a count", "no count"),
+    compiled("unshard_edges", "aot_eager", "dtype", marks=(COMPILED, SLOW)),
+    *(compiled(name, "inductor", marks=(COMPILED, SLOW)) for name in ("token_logprobs", "cross_entropy")),
+]
+
+
+def made(name: str, mesh: DeviceMesh, options: Options, backend: str | None = None) -> Any:
+    call, backend = CALLS[name](mesh, options), options.get("backend", backend)
+    return torch.compile(call, backend=backend, fullgraph=True) if backend else call
+
+
+def differ(rank: int, mesh: DeviceMesh, case: Differing) -> dict[str, str]:
+    common, said = {"exchange": case.exchange}, {}
+    usual = made(case.name, mesh, common)
+    for what in case.what:
+        options = common | (ARGUMENTS[case.name][what][0] if rank == 1 else {})
+        for _ in range(case.steady):
+            play(case.name, mesh, usual, STEP, common)
+        torch._dynamo.reset()  # compiled once for each name, it would meet the limit of torch
+        call = made(case.name, mesh, options | {"plan": "a"}, case.backend)
+        changed = {name: options[name] for name in ("plan",) if name in options}
+
+        def step(call: Any = call, changed: Any = changed, options: Any = options) -> None:
+            play(case.name, mesh, lambda x: call(x, **changed), STEP, options)
+            play(case.name, mesh, usual, STEP, common)
+
+        said[what] = mismatch(step)
+    if not case.steady:  # nobody had gone on, so the groups still work; and one rank may have compiled the same call
+        backend = case.backend if rank == 0 and case.name != "attention" else None
+        play(case.name, mesh, made(case.name, mesh, common, backend), STEP, common)
+    return said
+
+
+@pytest.mark.parametrize("case", DIFFERING, ids=lambda x: f"{x.name}-{x.exchange}-{x.what[0]}-{x.steady}-{x.backend}")
+def test_arguments_that_differ(gloo_pool: GlooPool, case: Differing) -> None:
+    for said in gloo_pool.run(case.ranks, differ, case):
+        for what, text in said.items():
+            assert "ranks disagree on call" in text and ARGUMENTS[case.name][what][1] in text, (what, text)
+            assert ("ranks 0, 2: " if case.ranks == 3 else "rank 0: ") in text, (what, text)
+
+
+# ---------------------------------------------------------------- steps that differ
+
+
+class Step(NamedTuple):
+    """A step in the words of `play`: on all ranks `before` times, then on the others, on rank 1, and what is named."""
+
+    name: str
+    usual: str
+    other: str
+    before: int
+    texts: tuple[str, ...]
+    ranks: int = 2
+    exchange: str = "needed"
+    backend: str | None = None
+    marks: Any = ()
+    mesh: Any = {}  # noqa: RUF012
+
+
+SKIPS = {"forward": "f f f b0 b1 b2", "backward": "f f f f b1 b2 b3"}
+ORDERS = {
+    "backwards": ("f f b1 b0", "f f b0 b1"),
+    "a checkpoint": ("f f b1 b0", "c c b1 b0"),
+    "q alone": ("f f b1 b0", "f q0"),
+    "forwards": ("f n b1 b0", "n f b1 b0"),
+}
+QUICK = [(0, 1), (1, 2), (2, 0), (3, 1), (4, 0)]  # exchange and order in `make test`
+STEPS = {
+    **{f"{name} without a backward": Step(name, "f f f b0 b1 b2", "f f f b1 b2", 4, ("backward of ",))
+       for name in ("token_logprobs", "unshard_edges", "gated_delta", "causal_conv", "relayout")},
+    **{f"compiled {name} without a backward": Step(
+        name, "f f f b0 b1 b2", "f f f b1 b2", 4, ("backward of ",), backend="aot_eager", marks=(COMPILED, SLOW))
+       for name in ("token_logprobs", "unshard_edges", "gated_delta", "causal_conv", "relayout")},
+    **{f"compiled layers, one left out, by {backend}": Step(
+        "attention", "f f f b0 b1 b2", "f f b0 b1", 5, ("rank 1: backward of compiled context_parallel_attention",),
+        backend=backend, marks=(COMPILED,) if backend == "aot_eager" else (COMPILED, SLOW))
+       for backend in ("aot_eager", "inductor")},
+    **{f"{exchange} without a {moment}": Step(
+        "attention", "f f f f b0 b1 b2 b3", words, 3, ("backward of context_parallel_attention",), 2, exchange,
+        marks=() if (exchange == "needed") == (moment == "forward") else SLOW)
+       for exchange in EXCHANGES[:3] for moment, words in SKIPS.items()},
+    **{f"{exchange}, another order of {order}, {ranks} ranks": Step(
+        "attention", *ORDERS[order], before, ("mask near" if order == "forwards" else "of call",), ranks, exchange,
+        marks=() if (i, j) in QUICK and (ranks == 3) == (i % 2 == 0) else SLOW)
+       for i, exchange in enumerate(EXCHANGES) for j, order in enumerate(ORDERS) for before, ranks in ((0, 2), (4, 3))},
+    "a plan for each step": Step("attention", "p f b0", "p f", 4, ("rank 0: backward of context_parallel",
+                                                                   r"rank 1: plan.local\(\)")),
+    "two known plans": Step("attention", "f b0 g b1", "g b0 g b1", 8, ("rank 1: plan ",), 3),
+    **{f"one of two axes after {n}": Step("attention", "f b0", "n b0", n, ("ranks 0, 2, 3: ", "mask near"), 4,
+                                          mesh=LEVELS) for n in (0, 8)},
+    "the same": Step("attention", "f n g c b3 b2 b1 b0", "f n g c b3 b2 b1 b0", 3, (), 3),
+    "the same on a ring": Step("attention", "f n b1 q0", "f n b1 q0", 3, (), 3, "ring"),
+}  # fmt: skip
+
+
+def steps(rank: int, mesh: DeviceMesh, name: str) -> str:
+    step = STEPS[name]
+    torch._dynamo.reset()
+    options = {"exchange": step.exchange}
+    call = made(step.name, mesh, options, step.backend)
+
+    def run() -> None:
+        with spanwise.exchange_errors(mesh):  # compiled code raises torch's own error where it waits
+            for number in range(step.before + 2):
+                words = step.other if rank == 1 and number == step.before else step.usual
+                play(step.name, mesh, call, words, options)
+
+    return mismatch(run)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=x.marks) for name, x in STEPS.items()])
+def test_steps_that_differ(gloo_pool: GlooPool, name: str) -> None:
+    step = STEPS[name]
+    for text in gloo_pool.run(step.ranks, steps, name, **step.mesh):
+        assert all(re.search(each, text) for each in step.texts), text
+        assert bool(text) == bool(step.texts), text
+
+
+def counts(rank: int, mesh: DeviceMesh, backend: str | None) -> list[str]:
+    """Counts in tensors of the host; and of ranks on two axes, where the loss is the mean over all of them."""
+    torch._dynamo.reset()
+    both, said = mesh["dp", "cp"], []
+    for count, own in ((12, 3 + rank // 3), (torch.tensor(6), torch.tensor(6 - 3 * (rank == 3)))):
+        play("cross_entropy", both, made("cross_entropy", both, {"count": count}, backend), STEP)
+        call = made("cross_entropy", both, {"count": own}, backend)
+        said.append(mismatch(lambda call=call: play("cross_entropy", both, call, STEP)))
+    return said
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=[SLOW, COMPILED])])
+def test_counts_are_compared_over_two_axes(gloo_pool: GlooPool, backend: str | None) -> None:
+    for first, second in gloo_pool.run(4, counts, backend, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp")):
+        assert "rank 3: amount 4.0" in first, first
+        assert "cross_entropy(amount 6.0" in second and "rank 3: amount 3.0" in second, second
+
+
+# ---------------------------------------------------------------- a call that is refused, or fails, on one rank
+
+
+def lives_on(rank: int, mesh: DeviceMesh, name: str, steady: int) -> str:
+    """Rank 1 makes no further call until the others have learned of its error."""
+    plan_of(mesh).local(mesh)  # the ranks have compared something before
+    call, x = CALLS[name](mesh, {}), torch.ones(TOKENS, 5)
+    for _ in range(steady):
+        call(x)
+    if rank == 1:
+        with pytest.raises(ValueError) as raised:
+            call(x[1:])
+        hear(mesh, "0 has learned", "2 has learned")
+        return str(raised.value)
+    with pytest.raises(spanwise.MismatchError) as raised:
+        for _ in range(100):
+            call(x)
+    tell(mesh, f"{rank} has learned")
+    return str(raised.value)
+
+
+REFUSED = [name for name in CALLS if name not in ("unshard_edges", "each_loss", "gated_delta")]
+
+
+@pytest.mark.parametrize("steady", [0, 16])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in ("attention", "linear_cross_entropy") else SLOW) for x in REFUSED]
+)
+def test_the_others_learn_why_a_call_was_refused(gloo_pool: GlooPool, name: str, steady: int) -> None:
+    first, second, third = gloo_pool.run(3, lives_on, name, steady)
+    for text in (first, third):
+        assert f"rank 1: an error(raised ValueError: {second})" in text, text
+
+
+class Fragile(torch.autograd.Function):
+    """Identity whose backward fails where the number is negative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.number < 0:
+            raise torch.OutOfMemoryError("no memory")
+        return grad, None
+
+
+def fails(rank: int, mesh: DeviceMesh, inside: str, exchange: str, steady: int, whom: tuple[int, ...]) -> list[str]:
+    """Some ranks fail inside a call, or in the backward between two; they leave the step out and go on."""
+    said, failing = [], False
+
+    def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        if inside == "forward" and failing:
+            raise torch.OutOfMemoryError("no memory")
+        return score
+
+    # Where all are to fail alike, they may be late by any time.
+    with mock.patch.object(call_log, "PATIENCE", HANG if len(whom) > 1 else call_log.PATIENCE):
+        call = attention(mesh, {"exchange": exchange, "kernel": "reference", "score_mod": score_mod})
+        for number in range(steady + 3):
+            failing = rank in whom and number == steady
+            x = torch.ones(TOKENS, 8, requires_grad=inside == "backward")
+            try:
+                out = call(x)
+                if inside == "backward":
+                    call(Fragile.apply(out, -1 if failing else 1)[0, 0]).sum().backward()
+            except RuntimeError as error:
+                said.append(f"{type(error).__name__} {error}")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("inside", "exchange", "steady"),
+    [
+        ("forward", "needed", 8), ("backward", "needed", 8),
+        pytest.param("forward", "needed", 0, marks=SLOW), pytest.param("forward", "ring", 8, marks=SLOW),
+        pytest.param("backward", "needed", 0, marks=SLOW),
+    ],
+)  # fmt: skip
+def test_a_rank_that_fails_ends_the_step_for_all(gloo_pool: GlooPool, inside: str, exchange: str, steady: int) -> None:
+    """Its next call would meet what the others still do in this one: wrong numbers, a hang, or an abort inside gloo."""
+    first, second, third = gloo_pool.run(3, fails, inside, exchange, steady, (1,))
+    for text in (*first, *second[1:], *third):  # a rank that needs nothing of rank 1 finds its error in the next call
+        assert text.startswith("MismatchError") and "rank 1" in text, text
+        assert ("an error in its backward" if inside == "backward" else "OutOfMemoryError: no memory") in text, text
+    assert second[0] == "OutOfMemoryError no memory" and min(map(len, (first, second, third))) >= 2
+
+
+def test_ranks_that_fail_alike_go_on(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(3, fails, "backward", "needed", 3, (0, 1, 2)) == [["OutOfMemoryError no memory"]] * 3
+
+
+def alike(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """All ranks are refused a call, in other words; one is late by more than the patience."""
+    call, other, x = CALLS["attention"](mesh, {}), CALLS["unshard"](mesh, {}), torch.ones(TOKENS, 5)
+    with mock.patch.object(call_log, "PATIENCE", 0.2):
+        for late in (0, 1):
+            with pytest.raises(ValueError):
+                (call if rank else other)(x[1:])
+            if rank == late:
+                time.sleep(0.5)  # the longer, the later
+            call(x)
+    for _ in range(3):
+        call(x)
+    return confirmed()
+
+
+def confirmed() -> tuple[int, int]:
+    """Calls that were made, and that were compared in the end."""
+    (log,) = call_log.logs()
+    log.confirm(log.count, HANG)
+    return log.count, log.confirmed
+
+
+# ---------------------------------------------------------------- a rank that stays away
+
+
+def one_stays_away(rank: int, mesh: DeviceMesh, name: str, refused: bool) -> Any:
+    """Rank 1 is alive and has made its groups, but makes no call that is taken before rank 0 has given it up."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=2.0)
+    short = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",), backend_override={"cp": ("gloo", options)})
+    if rank == 1:
+        if refused:
+            with pytest.raises(ValueError):
+                CALLS[name](short, {})(torch.ones(TOKENS - 1, 5))
+        hear(mesh, "given up")
+        return None
+    try:
+        with mock.patch.object(failure, "GRACE", 0.3):
+            CALLS[name](short, {})(torch.ones(TOKENS, 5))
+    except spanwise.ExchangeError as error:
+        return error
+    finally:
+        tell(mesh, "given up")
+    return None
+
+
+AWAY = [("attention", False), ("linear_cross_entropy", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [*AWAY, *(pytest.param(name, False, marks=SLOW) for name in CALLS if (name, False) not in AWAY)],
+)
+def test_a_rank_that_stays_away_is_named_after_the_timeout_of_the_group(
+    gloo_pool: GlooPool, name: str, refused: bool
+) -> None:
+    """So is one that was refused in the very first call: nothing has been compared yet."""
+    error, _ = gloo_pool.run(2, one_stays_away, name, refused)
+    assert isinstance(error, spanwise.ExchangeError) and error.lost == (1,), error
+    assert "lost: rank 1, no word within" in str(error)
+    found = re.search(r"failed on rank 0, .* of 2 ranks, after (\d+\.\d) s", str(error))
+    assert found is not None and float(found[1]) >= 2.0, str(error)  # rank 1 stays away until rank 0 has failed
+
+
+# ---------------------------------------------------------------- what is left after a comparison
+
+
+def many_calls_ahead(rank: int, mesh: DeviceMesh) -> str:
+    """Rank 0 reads nothing of others and makes many calls before rank 1, which is late, makes another one."""
+    usual, other = (attention(mesh, {"plan": "apart", **more}) for more in ({}, {"scale": 2.0}))
+    x = torch.ones(TOKENS, 5, requires_grad=True)
+
+    def run() -> None:
+        for _ in range(16):
+            usual(x)
+        if rank == 1:
+            hear(mesh, "rank 0 has called")
+        outs = [(other if rank == 1 else usual)(x) for _ in range(12)]
+        if rank == 0:
+            tell(mesh, "rank 0 has called")
+        outs[0].sum().backward()
+
+    text = mismatch(run)
+    assert x.grad is None
+    return text
+
+
+def test_no_gradient_comes_from_calls_that_differ(gloo_pool: GlooPool) -> None:
+    """The first of them is named."""
+    for text in gloo_pool.run(2, many_calls_ahead):
+        assert "disagree on call 21 " in text and "rank 1: scale 2.0" in text, text
+
+
+def recovered(rank: int, mesh: DeviceMesh) -> float:
+    """After a mismatch that all ranks met in the call itself, a right call gives right numbers."""
+    plan = plan_of(mesh)
+    local, problem = plan.local(mesh), make_problem(plan.mask("full").dense(), heads=(HEADS, HEADS))
+    q, k, v, grad = (spanwise.shard(local, mesh, x, dim=2) for x in problem[:4])
+    with pytest.raises(spanwise.MismatchError, match="scale 0.25"):
+        spanwise.context_parallel_attention(q, k, v, local, mesh, mask_name="full", scale=[0.5, 0.25][rank % 2])
+    q.requires_grad_()
+    out = spanwise.context_parallel_attention(q, k, v, local, mesh, mask_name="full")
+    (dq,) = torch.autograd.grad(out, q, grad)
+    return relative_error(dq, spanwise.shard(local, mesh, problem.dq, dim=2))
+
+
+@pytest.mark.parametrize("axes", [{}, LEVELS], ids=["one axis", "two axes"])
+def test_after_a_mismatch_in_the_call_itself_the_ranks_go_on(gloo_pool: GlooPool, axes: Any) -> None:
+    assert max(gloo_pool.run(4, recovered, **axes)) < 1e-10
+
+
+def passes(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Steps that are alike on all ranks, of every kind: no error, and all calls are compared in the end."""
+    call, aux = attention(mesh, {}), attention(mesh, {"return_aux": spanwise.AuxRequest(lse=True)})
+    scales: Any = [2.0, 2, torch.tensor(2.0)]  # equal numbers of other types
+    for number in range(6):
+        play("attention", mesh, call, "f n c g b3 b2 b1 b0")
+        x = torch.ones(TOKENS, 5, requires_grad=True)
+        outs = [call(x), call(x, mask_name="near")]
+        sum(out.sum() for out in outs).backward(retain_graph=True)
+        outs[0].sum().backward()
+        out, extra = aux(x)
+        # Ranks may use other results of a call.
+        (out.sum() if rank % 2 else out.sum() + extra.lse.sum()).backward()
+        with torch.no_grad():
+            attention(mesh, {"plan": "apart", "scale": scales[(number + rank) % 3]})(x)
+    return confirmed()
+
+
+def many(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Calls made faster than the thread compares them. How far it lags is a matter of the machine's load."""
+    log = call_log.log_of(*mesh_ranks(mesh))
+    assert log is not None
+    for _ in range(5000):
+        log.add(call_log.Call("attention"))
+    return confirmed()
+
+
+def forks(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """A process forked in the middle of a comparison ends before rank 1 joins, and takes no part in the parent's."""
+    call, x = attention(mesh, {"plan": "apart"}), torch.ones(TOKENS, 5)
+    for _ in range(16):
+        call(x)
+    if rank == 0:
+        call(x)  # not compared before rank 1 makes it
+        (log,) = call_log.logs()
+        with log._changed:  # as the thread may have it at any moment
+            child = os.fork()
+            if not child:
+                call_log.FLUSH = HANG
+                call_log._finish()
+                os._exit(0)
+        os.waitpid(child, 0)
+        tell(mesh, "the child has ended")
+    if rank == 1:
+        hear(mesh, "the child has ended")
+        call(x)
+    for _ in range(3):
+        call(x)
+    return confirmed()
+
+
+@pytest.mark.parametrize(("run", "ranks"), [(alike, 3), (passes, 3), (many, 2), (forks, 2)])
+def test_equal_calls_are_no_mismatch(gloo_pool: GlooPool, run: Any, ranks: int) -> None:
+    for count, compared in gloo_pool.run(ranks, run):
+        assert count == compared > 5
+
+
+def switched_off(rank: int, mesh: DeviceMesh) -> tuple[int, str]:
+    """Nothing travels, so that ranks that differ do not notice."""
+    options = {"plan": "apart", **({"scale": 2.0} if rank else {})}
+    spanwise.compare_calls(mesh, False)
+    different = mismatch(lambda: play("attention", mesh, attention(mesh, options), STEP))
+    none = len(call_log.logs())
+    spanwise.compare_calls(mesh, True)
+    return none, different or mismatch(lambda: play("attention", mesh, attention(mesh, options), STEP))
+
+
+def test_the_comparison_can_be_switched_off(gloo_pool: GlooPool) -> None:
+    for none, text in gloo_pool.run(2, switched_off):
+        assert none == 0 and "rank 1: scale 2.0" in text, text
+
+
+def no_connection(rank: int, mesh: DeviceMesh) -> str:
+    """Hosts whose other network does not connect them."""
+    refuses = mock.patch.object(_torch, "host_group", side_effect=RuntimeError("no route to host"))
+    with refuses, pytest.raises(spanwise.ExchangeError) as error:
+        attention(mesh, {})
+    return str(error.value)
+
+
+def test_hosts_that_cannot_connect_say_so_in_the_first_call(gloo_pool: GlooPool) -> None:
+    for rank, text in enumerate(gloo_pool.run(2, no_connection)):
+        assert f"connections to compare calls failed on rank {rank}" in text and "no route to host" in text
+        assert "spanwise.compare_calls leaves them out" in text
