@@ -22,9 +22,9 @@ from spanwise.hardware import Hardware, attention_flops
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_lengths, check_positive
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import costs
 from spanwise.planning.grids import longest_first
 from spanwise.planning.make_plan import make_plan
+from spanwise.planning.memory import held as held_bytes
 
 # Measured over predicted seconds of published steps (benchmarks/results/published.json, "steps"): a twentieth below the
 # first, half below the second, a twentieth above the third. Nominal rates, and rates fitted on one run of the machine.
@@ -262,7 +262,7 @@ class _Problem:
         exposed = (1 + again) * seconds["exposed_forward"] + seconds["exposed_backward"]
         parts["exchange"] = self.micro_batches * exposed
         parts["sharding"] = step.sharding(sum(parts.values()))
-        held = 0 if self.cp == 1 else costs.held(plan)
+        held = 0 if self.cp == 1 else held_bytes(plan)
         return Choice(
             step.ranks // self.cp, self.cp, step.tp, plan.exchange if self.cp > 1 else "none", plan.balancer,
             self.tokens, self.micro_batches, parts, int(step.memory(self.tokens)) + held, spread,

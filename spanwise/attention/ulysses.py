@@ -24,7 +24,7 @@ from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.compare import Compared
 from spanwise.attention.executor import Link, RankStep, bring
-from spanwise.planning.heads import kv_heads_held
+from spanwise.planning.memory import kv_heads_held
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,8 @@ The ranks of the layouts here are *groups*. A group is a single rank, or the ran
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from spanwise.layouts.layout import Layout
@@ -29,24 +31,63 @@ def num_rows(mask: SpanMask, layout: Layout) -> int:
     return max(mask.batch_size, layout.batch_size)
 
 
-def area(mask: SpanMask, layout: Layout, batch_size: int) -> Int64:
-    """(query, key) pairs of each group, summed over batch rows; int64 ``[G]``."""
-    total, rows = _zeros(layout), num_rows(mask, layout)
-    for row in range(rows):
-        group, of = _cut(mask, layout, row)
-        np.add.at(total, group, of.pairs)
-    return _frozen(total * (batch_size // rows))
+class Readings:
+    """What one mask makes the groups compute and read; each figure is found when first asked for.
+
+    Args:
+        layout, kv_layout: the queries and the keys that each group holds.
+        batch_size: a multiple of the batch rows that differ in mask or layout.
+    """
+
+    def __init__(self, mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> None:
+        self.mask, self.layout, self.kv_layout = mask, layout, kv_layout
+        self.rows = num_rows(mask, layout)
+        self.repeats = batch_size // self.rows  # batch rows that each of these serves
+
+    @functools.cached_property
+    def area(self) -> Int64:
+        """(query, key) pairs of each group, summed over batch rows; int64 ``[G]``."""
+        total = np.zeros(self.layout.num_ranks, np.int64)
+        for row in range(self.rows):
+            group, of = _cut(self.mask, self.layout, row)
+            np.add.at(total, group, of.pairs)
+        return _frozen(total * self.repeats)
+
+    @functools.cached_property
+    def local_area(self) -> Int64:
+        """(query, key) pairs of `area` whose keys the group holds; int64 ``[G]``."""
+        if self.layout.num_ranks == 1:
+            return self.area  # quicker
+        total = np.zeros(self.layout.num_ranks, np.int64)
+        for row in range(self.rows):
+            keys = self.kv_layout.pieces(row_of(self.kv_layout, row))
+            total += _pairs_inside(*_cut(self.mask, self.layout, row), keys, self.layout.num_ranks)
+        return _frozen(total * self.repeats)
+
+    @functools.cached_property
+    def needs(self) -> Needs:
+        """K/V runs that each group reads and does not hold, ascending, for each batch row that differs."""
+        return needs(self.mask, self.layout, self.kv_layout)
+
+    @functools.cached_property
+    def pairs(self) -> Int64:
+        """Tokens of `needs` by pair of groups; int64 ``[G receivers, G senders]``."""
+        total = np.zeros((self.kv_layout.num_ranks, self.kv_layout.num_ranks), np.int64)
+        for row, runs_of in enumerate(self.needs):
+            reader = np.repeat(np.arange(len(runs_of)), [len(runs) for runs in runs_of])
+            run, owner, both = self.kv_layout.owners_of(np.concatenate(runs_of), row_of(self.kv_layout, row))
+            add_pairs(total, reader[run], owner, both[:, 1] - both[:, 0])
+        return total
 
 
-def local_area(mask: SpanMask, layout: Layout, kv_layout: Layout, batch_size: int) -> Int64:
-    """(query, key) pairs of :func:`area` whose keys the group holds; int64 ``[G]``."""
-    if layout.num_ranks == 1:
-        return area(mask, layout, batch_size)  # quicker
-    total, rows = _zeros(layout), num_rows(mask, layout)
-    for row in range(rows):
-        keys = kv_layout.pieces(row_of(kv_layout, row))
-        total += _pairs_inside(*_cut(mask, layout, row), keys, layout.num_ranks)
-    return _frozen(total * (batch_size // rows))
+def _frozen(array: Int64) -> Int64:
+    array.setflags(write=False)
+    return array
+
+
+def add_pairs(table: Int64, receiver: Int64, sender: Int64, tokens: Int64) -> None:
+    """Adds the tokens of moves to a table ``[receivers, senders]``."""
+    np.add.at(table.reshape(-1), receiver * len(table) + sender, tokens)
 
 
 def pairs_over(mask: SpanMask, layout: Layout, keys: list[Int64], batch_size: int) -> Int64:
@@ -55,7 +96,7 @@ def pairs_over(mask: SpanMask, layout: Layout, keys: list[Int64], batch_size: in
     Args:
         keys: for each batch row, or for all, int64 ``[m, 3]``: group, start, stop; the runs of a group are disjoint.
     """
-    total, end = _zeros(layout), [[0, mask.kv_len, mask.kv_len]]
+    total, end = np.zeros(layout.num_ranks, np.int64), [[0, mask.kv_len, mask.kv_len]]
     for row in range(batch_size):
         here = np.concatenate([keys[row if len(keys) > 1 else 0], end])
         total += _pairs_inside(*_cut(mask, layout, row), here[np.lexsort(here.T[::-1])], layout.num_ranks)
@@ -81,15 +122,6 @@ def _cut(mask: SpanMask, layout: Layout, row: int) -> tuple[Int64, even_runs.Eve
     pieces = layout.pieces(row_of(layout, row))
     run, of = even_runs.cut(mask.even_runs(row_of(mask, row)), pieces[:, 1:])
     return pieces[run, 0], of
-
-
-def _zeros(layout: Layout) -> Int64:
-    return np.zeros(layout.num_ranks, dtype=np.int64)
-
-
-def _frozen(array: Int64) -> Int64:
-    array.setflags(write=False)
-    return array
 
 
 def _pairs_inside(group: Int64, of: even_runs.EvenRuns, keys: Int64, num_groups: int) -> Int64:

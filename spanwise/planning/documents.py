@@ -44,19 +44,11 @@ def packings(plan: PlanData, side: Side = "q", *, state: bool = False) -> list[P
             f"tell; pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
         )
     for token in branches(plan.masks.values(), plan.seq_len)[:1]:
-        apart = (
-            f"the tokens {token - 1} and {token} do not read each other, so token {token} may follow another one, as "
-            f"where answers share a prompt"
-        )
-        if state:
-            raise ValueError(
-                f"{apart}; layers that carry a state do not run on trees, because a state has one token after another: "
-                f"give each path as a document, SpanMask.documents(…). If these tokens do follow one another, pass "
-                f"cu_seqlens"
-            )
+        cure = "layers that carry a state do not run on trees: give each path as a document, SpanMask.documents(…)"
         raise ValueError(
-            f"{apart}; pass tree=spanwise.TokenTree(…), or cu_seqlens, here or to make_plan ([0, {plan.seq_len}] for "
-            f"one document)"
+            f"the tokens {token - 1} and {token} do not read each other, so token {token} may follow another one, as "
+            f"where answers share a prompt; {cure if state else 'pass tree=spanwise.TokenTree(…)'}. If these tokens do "
+            f"follow one another, pass cu_seqlens, here or to make_plan ([0, {plan.seq_len}] for one document)"
         )
     return [Packing([0, plan.seq_len])]
 
@@ -64,10 +56,7 @@ def packings(plan: PlanData, side: Side = "q", *, state: bool = False) -> list[P
 def check_tree(plan: PlanData, tree: TokenTree) -> None:
     """``ValueError`` unless all masks of the plan keep to the paths of the tree."""
     if plan.packing is not None or plan.kv_layout != plan.layout:
-        kind = "a packing" if plan.packing is not None else "cross attention"
-        raise ValueError(
-            f"the plan has {kind}, and a tree lies in storage without gaps; leave tree out, or the packing"
-        )
+        raise ValueError("a tree lies in storage without gaps; a plan with a packing, or of cross attention, has none")
     check_tree_length(plan.seq_len, tree)
     whole = tree.mask(max_spans=plan.seq_len)
     for name, mask in plan.masks.items():

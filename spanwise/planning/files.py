@@ -18,8 +18,7 @@ from spanwise.hardware import Hardware
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.candidate import Candidate
-from spanwise.planning.plan_data import PlanData, PlanT
+from spanwise.planning.plan_data import Candidate, PlanData, PlanT
 from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, resolve
 
@@ -48,9 +47,9 @@ def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
         "fingerprint": plan.fingerprint,
     }
     text = json.dumps(header)
-    first = {"header": np.array(text), "header_digest": np.array(_digest(text))}
+    arrays |= {"header": np.array(text), "header_digest": np.array(_digest(text))}
     with open(path, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **first, **arrays)
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def load(cls: type[PlanT], path: str | os.PathLike[str], exchange: Any = None) -> PlanT:

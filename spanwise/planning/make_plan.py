@@ -1,18 +1,16 @@
-"""make_plan: from a mask and a number of ranks to a plan.
+"""make_plan: from a mask and a number of ranks to a plan; and all of the search that "auto" is.
 
-Pure, like all of planning: it runs in a data-loader worker and gives the same plan everywhere. "auto" predicts the
-seconds of a few layouts, of the exchanges and of several numbers of chunks. It takes the simplest within 5 % of the
-fastest; all_gather only where no plan with far less traffic is as fast (`choice`).
+Pure, like all of planning: it runs in a data-loader worker and gives the same plan everywhere.
 
-    mask -> balancer -> layout -> Plan
+    mask -> layouts -> each with exchanges and numbers of chunks -> predicted seconds -> the simplest of the fastest
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from spanwise import hardware as rates
 from spanwise.layouts.assignment import Assigner
@@ -20,18 +18,23 @@ from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import choice, recurrent, requests
+from spanwise.overlap.explain.units import seconds as as_text
+from spanwise.planning import memory, recurrent, requests, seconds
 from spanwise.planning.plan import Plan
+from spanwise.planning.plan_data import Candidate
 from spanwise.planning.recurrence import Recurrence
-from spanwise.routes.exchanges import EXCHANGES
+from spanwise.routes.exchanges import EXCHANGES, Exchange
 
-# Simplest first. Where everything travels anyway, locality gains nothing, and longest-first balances best.
-_BALANCERS = ("contiguous", "head_tail")  # and "local"
-_BALANCERS_BASELINE = ("contiguous", "head_tail", "lpt")
 # Bounds of the imbalance to try besides that of "local". Tight: 64 packings on 8 to 64 ranks have a mean step of 0.990
 # with it and 1.006 without, times that of a search over blocks; 16 on 1,024 ranks 1.007 and 1.019. Loose: where a step
-# waits for the exchange; docs/decisions.md, "Two exceptions".
-_TIGHT, _LOOSE = 1.005, 2.0
+# waits for the exchange, that is where it takes more than _EXPOSED of a balanced forward's compute; docs/decisions.md,
+# "Two exceptions".
+_TIGHT, _LOOSE, _EXPOSED = 1.005, 2.0, 0.5
+_TOLERANCE = 0.05  # predictions are not more exact
+_SAVED = 0.7  # skip a baseline if a plan as fast receives at most this fraction of its tokens
+_HIDDEN = 0.02  # where the exchange adds less to a step, no further chunks: with 0.05 a step grew by up to 4 %
+# Shape that "auto" assumes where the caller gives none: Llama 3 8B's attention, four query heads a K/V head.
+_NOMINAL_KV_HEADS, _NOMINAL_DIM = 8, 128
 
 
 def make_plan(
@@ -123,97 +126,198 @@ def make_plan(
         kv_row_dim=kv_row_dim, dtype=dtype, hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens,
         packing=packing, recurrences=recurrences,
     )  # fmt: skip
-    problem = Assigner(request.masks, weights, request.block_size, cu_seqlens, packing)
-    ways = _Ways(problem, request)
-    if balancer == "auto":
-        plans = ways.auto()
-    elif balancer == "local" and problem.square and request.levels[0] > 1:
-        plans = ways.local()
-    else:
-        plans = ways.variants(balancer)
-    plans += ways.traded("contiguous" if balancer == "auto" else balancer, plans[0].balancer)
-    if memory_budget is not None:
-        plans = choice.within_budget(plans, int(memory_budget))
-    return plans[0].replace(candidates=()) if len(plans) == 1 else choice.fastest(plans)
+    assigner = Assigner(request.fields["masks"], weights, request.block_size, cu_seqlens, packing)
+    plans = _Search(request, assigner).plans(balancer)
+    if request.budget is not None:
+        plans = _within_budget(plans, request.budget)
+    return plans[0].replace(candidates=()) if len(plans) == 1 else _fastest(plans)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ways:
-    """Plans of one request: its layouts, each with every exchange and number of chunks that the caller left open."""
+class _Search:
+    """Plans of one request: layouts, each with every exchange and number of chunks that the caller left open."""
 
-    problem: Assigner
-    request: requests.Request
+    def __init__(self, request: requests.Request, assigner: Assigner) -> None:
+        self.request, self.assigner = request, assigner
+        self.rates: rates.Hardware = request.fields["hardware"]
 
-    def auto(self) -> list[Plan]:
-        """Plans that "auto" compares, simplest first."""
-        problem, exchange = self.problem, self.request.exchange
-        outer, _ = self.request.levels
-        if outer == 1 or not problem.square:
-            return self.variants("contiguous")
-        if exchange is not None and exchange.everything:
-            return [plan for name in _BALANCERS_BASELINE for plan in self.variants(name)]
-        plans = [plan for name in _BALANCERS for plan in self.variants(name)]
-        if problem.num_blocks >= outer:  # with fewer blocks there is next to nothing to balance or to move
-            bound = choice.exchange_bound(plans)
-            plans += self.local()
-            for limit in (_TIGHT, _LOOSE) if bound else (_TIGHT,):
-                plans += self.variants(Local(limit), f"local, imbalance to {limit:g}")
-        return plans
-
-    def local(self) -> list[Plan]:
-        """Plans of the layouts with little traffic; which is best is a question of price."""
-        plans = self.variants("local")
-        host_groups = self.request.hardware.groups_on_a_host(*self.request.levels)
-        if host_groups is not None:
-            plans += self.variants(Local(host_size=host_groups), "local, by host")
-        return plans
+    def plans(self, balancer: str | LoadBalancer) -> list[Plan]:
+        """All that are compared, simplest first."""
+        request, outer = self.request, self.request.levels[0]
+        auto, several = balancer == "auto", self.assigner.square and outer > 1
+        everything = request.exchange is not None and request.exchange.everything
+        by_rule: list[str | LoadBalancer] = [balancer]
+        if auto and several:  # where everything travels anyway, "lpt" balances best
+            by_rule = ["contiguous", "head_tail", *(["lpt"] if everything else [])]
+        elif auto:
+            by_rule = ["contiguous"]
+        found = [plan for each in by_rule if each != "local" or not several for plan in self.variants(each)]
+        # With fewer blocks than ranks there is next to nothing to balance or to move.
+        if several and (balancer == "local" or (auto and not everything and self.assigner.num_blocks >= outer)):
+            waits = auto and _waits_for_exchange(found)
+            found += self.variants("local")
+            if (host_groups := self.rates.groups_on_a_host(*request.levels)) is not None:
+                found += self.variants(Local(host_size=host_groups), "local, by host")
+            for bound in [_TIGHT] * auto + [_LOOSE] * waits:
+                found += self.variants(Local(bound), f"local, imbalance to {bound:g}")
+        return found + self._traded(by_rule[0], found[0].balancer)
 
     def variants(self, balancer: str | LoadBalancer, label: str = "") -> list[Plan]:
-        """The layout of a balancer with each exchange and number of chunks, simplest first."""
-        label = label or (balancer if isinstance(balancer, str) else type(balancer).__name__)
-        return _variants(self._assigned(balancer, label, *self.request.levels), self.request)
+        """The layout of a balancer with each exchange and number of chunks, simplest first; priced, if several."""
+        request, plan = self.request, self._assigned(balancer, label, *self.request.levels)
+        exchanges = self._exchanges(searched=_is_searched(plan))
+        if plan.num_groups == 1:  # nothing travels between groups
+            named = EXCHANGES["ulysses"] if plan.inner > 1 else request.exchange or plan.kv_exchange
+            return recurrent.variants([plan.replace(kv_exchange=named, keep_kv=self._keeps_kv(named))])
+        several = len(exchanges) > 1 or len(exchanges[0].counts(request.stages)) > 1
+        if several:
+            plan.count()  # once for all variants
+        found: list[Plan] = []
+        for exchange in exchanges:
+            for count in exchange.counts(request.stages):
+                variant = plan.replace(kv_exchange=exchange, keep_kv=self._keeps_kv(exchange), stages=count)
+                # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
+                if count not in (1, request.stages) and count not in map(variant.num_chunks, variant.masks):
+                    continue
+                found += [_priced(one) if several else one for one in recurrent.variants([variant])]
+                # Further chunks hide more of the exchange, and there is next to nothing left to hide.
+                if several and request.budget is None and _is_hidden(found[-1].candidates[0]):
+                    break
+        return found
 
-    def traded(self, balancer: str | LoadBalancer, label: str) -> list[Plan]:
+    def _exchanges(self, searched: bool) -> list[Exchange]:
+        """The exchanges to consider between groups, simplest first."""
+        request, budget = self.request, self.request.budget is not None
+        if request.exchange is not None:
+            return [request.exchange]
+        return [
+            exchange
+            for exchange in EXCHANGES.values()
+            if not exchange.heads
+            and exchange.counts(request.stages)
+            and not (searched and exchange.everything)  # where all K/V travel, locality gains nothing
+            and (exchange.keeps_kv or (budget and request.stages is None))
+            and (not exchange.by_host or self.rates.groups_on_a_host(*request.levels))
+        ]
+
+    def _keeps_kv(self, exchange: Exchange) -> bool:
+        return exchange.keeps_kv if self.request.keep_kv is None else self.request.keep_kv
+
+    def _traded(self, balancer: str | LoadBalancer, label: str) -> list[Plan]:
         """Ulysses over all ranks, where "auto" may choose it: the heads divide, and no argument rules it out."""
-        request, (outer, inner) = self.request, self.request.levels
+        request, (outer, inner), heads = self.request, self.request.levels, self.request.fields["num_q_heads"]
         free = request.exchange is None and request.stages is None and request.keep_kv is not False
-        if not free or not inner == 1 < outer or request.num_q_heads is None or request.num_q_heads % outer:
+        if not free or not inner == 1 < outer or heads is None or heads % outer:
             return []
         ulysses = EXCHANGES["ulysses"]
-        plan = self._assigned(balancer, label, *ulysses.levels(outer))
-        return recurrent.variants([plan.replace(kv_exchange=ulysses)])
+        return recurrent.variants([self._assigned(balancer, label, 1, outer).replace(kv_exchange=ulysses)])
 
     def _assigned(self, balancer: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
-        layout, kv_layout, block_size = self.problem.layouts(balancer, outer, inner)
-        many = math.prod(self.request.levels) > 1
+        layout, kv_layout, block_size = self.assigner.layouts(balancer, outer, inner)
         return Plan(
-            weights=self.problem.weights, cu_seqlens=self.problem.cu_seqlens, layout=layout, kv_layout=kv_layout,
-            block_size=block_size, balancer=label, num_ranks=outer * inner, inner=inner,
-            reason="chosen by the caller" if many else "one rank computes everything", **self.request.fields(),
+            **self.request.fields, weights=self.assigner.weights, cu_seqlens=self.assigner.cu_seqlens, layout=layout,
+            kv_layout=kv_layout, num_ranks=outer * inner, inner=inner, block_size=block_size,
+            balancer=label or (balancer if isinstance(balancer, str) else type(balancer).__name__),
+            kv_exchange=EXCHANGES["all_gather"], stages=1, keep_kv=self.request.keep_kv is not False,
+            reason="chosen by the caller" if outer * inner > 1 else "one rank computes everything",
         )  # fmt: skip
 
 
-def _variants(plan: Plan, request: requests.Request) -> list[Plan]:
-    """The plan with every exchange and number of chunks that were left open, simplest first; priced, if several."""
-    exchanges, stages = request.exchanges(), request.stages
-    if len(exchanges) > 1 and choice.is_searched(plan):  # where all K/V travel, locality gains nothing
-        exchanges = [each for each in exchanges if not each.everything]
-    if plan.num_groups == 1:  # nothing travels between groups
-        named = EXCHANGES["ulysses"] if plan.inner > 1 else request.exchange or plan.kv_exchange
-        return recurrent.variants([plan.replace(kv_exchange=named, keep_kv=request.keeps_kv(named))])
-    several = len(exchanges) > 1 or len(exchanges[0].counts(stages)) > 1
-    if several:
-        plan.count()  # once for all variants
-    found = []
-    for exchange in exchanges:
-        for count in exchange.counts(stages):
-            variant = plan.replace(kv_exchange=exchange, keep_kv=request.keeps_kv(exchange), stages=count)
-            # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
-            if count not in (1, stages) and count not in map(variant.num_chunks, variant.masks):
-                continue
-            variants = recurrent.variants([variant]) if request.recurrences else [variant]
-            found += [choice.priced(x) for x in variants] if several else variants
-            # Further chunks hide more of the exchange, and there is next to nothing left to hide.
-            if several and not request.budget and choice.is_hidden(found[-1]):
-                break
-    return found
+def _is_searched(plan: Plan) -> bool:
+    """Whether the layout is one for little traffic, not by a rule that knows no mask."""
+    return "local" in plan.balancer
+
+
+def _is_hidden(candidate: Candidate) -> bool:
+    exposed = candidate.seconds["exposed_forward"] + candidate.seconds["exposed_backward"]
+    return exposed <= _HIDDEN * candidate.seconds["total"]
+
+
+def _waits_for_exchange(plans: list[Plan]) -> bool:
+    """Whether compute cannot hide the exchange, even in a contiguous layout, which has little traffic."""
+    for least in (_priced(plan).candidates[0] for plan in plans if plan.kv_exchange.exact):
+        return least.seconds["exchange_forward"] > _EXPOSED * least.seconds["compute_forward"] / least.imbalance
+    return False
+
+
+def _priced(plan: Plan) -> Plan:
+    """A copy with what it costs as its only candidate, and without tables of traffic, which are large."""
+    if plan.candidates:
+        return plan
+    nominal = plan.replace(**_nominal_shape(plan.inner)) if _lacks_shape(plan) else plan
+    work, recv = (
+        np.sum([weight * figure(name) for name, weight in plan.weights.items()], axis=0)
+        for figure in (plan.work, plan.recv_tokens)
+    )
+    candidate = Candidate(
+        plan.balancer, plan.exchange, plan.stages, float(work.max() / work.mean()) if work.any() else 1.0,
+        float(recv.mean()), float(recv.max()), memory.held(nominal), seconds.predict(nominal), plan.relayout,
+    )  # fmt: skip
+    return plan.replace(candidates=(candidate,))
+
+
+def _lacks_shape(plan: Plan) -> bool:
+    return plan.num_q_heads is None or plan.head_dim is None
+
+
+def _nominal_shape(inner: int) -> dict[str, int]:
+    """The assumed attention shape, with more K/V heads if `inner` ranks cannot share it."""
+    kv_heads = _NOMINAL_KV_HEADS if 4 * _NOMINAL_KV_HEADS % inner == 0 else -(-_NOMINAL_KV_HEADS // inner) * inner
+    return {
+        "num_q_heads": 4 * kv_heads, "num_kv_heads": kv_heads, "head_dim": _NOMINAL_DIM, "v_head_dim": _NOMINAL_DIM,
+    }  # fmt: skip
+
+
+def _within_budget(plans: list[Plan], budget: int) -> list[Plan]:
+    """The plans whose exchanges hold at most so many bytes on any rank."""
+    plans = [_priced(plan) for plan in plans]
+    held = [plan.candidates[0].held for plan in plans]
+    fitting = [plan for plan, num_bytes in zip(plans, held, strict=True) if num_bytes <= budget]
+    if not fitting:
+        least = min(range(len(plans)), key=lambda i: held[i])
+        raise ValueError(
+            f"every plan considered holds more than memory_budget={budget:,} bytes for its exchange; the least is "
+            f"{_name(plans[least])} with {held[least]:,} bytes: allow more, use more ranks, or keep_kv=False"
+        )
+    return fitting
+
+
+def _fastest(plans: list[Plan]) -> Plan:
+    """The simplest plan within the tolerance of the fastest, with the reason; `plans` are sorted, simplest first."""
+    plans = [_priced(plan) for plan in plans]
+    candidates = [plan.candidates[0] for plan in plans]
+    total = [candidate.seconds["total"] for candidate in candidates]
+    fast = [i for i, value in enumerate(total) if value <= min(total) * (1 + _TOLERANCE)]
+    # A baseline that sends and holds far more bytes than another fast plan does not count as simpler.
+    limit = min(candidates[i].recv_mean for i in fast) / _SAVED
+    simple = (i for i in fast if not plans[i].kv_exchange.everything or candidates[i].recv_mean < limit)
+    chosen = plans[next(simple, fast[0])]
+    if _is_searched(chosen):  # none of these layouts is simpler than another: the fastest, by no more chunks
+        kind = (chosen.exchange, chosen.relayout)
+        alike = [plans[i] for i in fast if _is_searched(plans[i]) and (plans[i].exchange, plans[i].relayout) == kind]
+        alike = [plan for plan in alike if plan.stages <= chosen.stages]
+        chosen = min(alike, key=lambda plan: (plan.candidates[0].seconds["total"], plan.candidates[0].recv_mean))
+    return chosen.replace(reason=_reason(chosen, plans), candidates=tuple(candidates))
+
+
+def _reason(plan: Plan, plans: list[Plan]) -> str:
+    """Its seconds, and those of the best plain plan: a baseline exchange in no searched layout."""
+    total = plan.candidates[0].seconds["total"]
+    kinds = "attention and recurrent layers" if plan.recurrences else "attention"
+    reason = f"{_name(plan)}: {as_text(total)} a step of {kinds} predicted on {plan.hardware.name}"
+    plain = [one for one in plans if not _is_searched(one) and one.kv_exchange.everything]
+    usual = min(plain, key=lambda one: one.candidates[0].seconds["total"], default=plan)
+    if usual.candidates[0].seconds["total"] > total > 0:
+        other = usual.candidates[0].seconds["total"]
+        reason += f", {other / total:.2f} times as fast as {_name(usual)} ({as_text(other)})"
+    if _lacks_shape(plan):
+        heads, kv_heads, dim, _ = _nominal_shape(plan.inner).values()
+        reason += f"; priced for {heads} query and {kv_heads} K/V heads of {dim}, since num_q_heads and head_dim were "
+        reason += "not both given"
+    return reason
+
+
+def _name(plan: Plan) -> str:
+    chunks = f" in {plan.stages} chunks" if plan.stages > 1 else ""
+    inside = f", Ulysses inside {plan.inner}" if plan.inner > 1 and plan.num_groups > 1 else ""
+    moved = ", recurrent layers in a contiguous layout" if plan.relayout else ""
+    return f"{plan.balancer} with {plan.exchange}{chunks}{inside}{moved}"

@@ -1,6 +1,6 @@
 """Plan: the data of a plan, with one-line methods where users look for them.
 
-`make_plan` makes plans. The methods call functions of `memory`, `predict`, `explain` and `files`, and of two modules
+`make_plan` makes plans. The methods call functions of `memory`, `seconds`, `explain` and `files`, and of two modules
 above this folder: `attention.rank_plan` and `attention.tokens`.
 """
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from spanwise.layouts.packing import Side
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.arrays import Int64
-from spanwise.planning import costs, explain, files, recurrent
+from spanwise.planning import explain, files, memory, recurrent, seconds
 from spanwise.planning.plan_data import PlanData
-from spanwise.planning.timeline import Timeline
+from spanwise.planning.seconds import Timeline
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class Plan(PlanData):
         >>> plan.recv_bytes().tolist()  # 100 keys; K and V, 2 heads of 64, 2 bytes each
         [0, 51200]
         """
-        return costs.received(self, mask)
+        return memory.received(self, mask)
 
     def resident_bytes(self, mask: str = "default") -> Int64:
         """Most bytes that each rank holds for the exchange in a layer's forward, in addition to its shards; int64.
@@ -68,11 +68,11 @@ class Plan(PlanData):
         >>> (plan.resident_bytes() / plan.recv_bytes().max()).tolist(), plan.saved_bytes().tolist()
         ([2.0, 2.0], [0, 1048576])
         """
-        return costs.resident_and_saved(self, mask)[0]
+        return memory.resident_and_saved(self, mask)[0]
 
     def saved_bytes(self, mask: str = "default") -> Int64:
         """Bytes of `resident_bytes` that a layer keeps for its backward, int64."""
-        return costs.resident_and_saved(self, mask, "saved_bytes()")[1]
+        return memory.resident_and_saved(self, mask, "saved_bytes()")[1]
 
     def predict(self) -> dict[str, float]:
         """Predicted seconds of attention in one step (forward and backward), all masks by weight, on `hardware`.
@@ -92,7 +92,7 @@ class Plan(PlanData):
         >>> 0 < seconds["compute_forward"] < seconds["compute_backward"] < seconds["total"]
         True
         """
-        return costs.predict(self)
+        return seconds.predict(self)
 
     def timeline(self, mask: str = "default") -> Timeline:
         """Predicted times of compute and collectives of each rank in one layer that uses ``mask``.
@@ -104,9 +104,9 @@ class Plan(PlanData):
         >>> plan.timeline().forward.names
         ('pack', 'local attention', 'attention, chunk 1')
         """
-        return costs.simulate(self, mask)
+        return seconds.simulate(self, mask)
 
-    def host_traffic(self, mask: str = "default", host_size: int | None = None) -> costs.HostTraffic:
+    def host_traffic(self, mask: str = "default", host_size: int | None = None) -> memory.HostTraffic:
         """K/V tokens that stay inside hosts and that cross between them in a forward, all ranks together.
 
         Args:
@@ -121,7 +121,7 @@ class Plan(PlanData):
         >>> plan.host_traffic(host_size=2)
         HostTraffic(host_size=2, inside=212, between=256, once=256)
         """
-        return costs.host_traffic(self, mask, host_size)
+        return memory.host_traffic(self, mask, host_size)
 
     def recurrent(self) -> Plan:
         """The plan in whose layout recurrent layers run: itself, or with `relayout` one with a contiguous layout.
@@ -140,8 +140,7 @@ class Plan(PlanData):
         """Work, traffic, predicted time and the reason of the choice, as text for a person.
 
         Args:
-            tree: the tree of which the plan has the mask: adds tokens, work and traffic of its paths as separate
-                sequences.
+            tree: the tree of which the plan has the mask: adds tokens and work of its paths as separate sequences.
 
         >>> import spanwise
         >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(1000), num_ranks=2, balancer="contiguous")

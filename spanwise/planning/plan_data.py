@@ -1,7 +1,7 @@
 """PlanData: masks, a layout and an exchange, with the work and traffic of every rank. Frozen data.
 
-`Plan` adds the methods that users call. Functions take a plan and compute the rest: `memory` (bytes), `predict`
-(seconds), `explain` (text), `files`, and `attention.rank_plan` (one rank's tensors).
+`Plan` adds the methods that users call. Functions take a plan and compute the rest: `memory` (bytes), `seconds`,
+`explain` (text), `files`, and `attention.rank_plan` (one rank's tensors).
 
     mask -> balancer -> layout -> Plan -> plan.local(mesh, device) -> exchange, kernels
 """
@@ -14,30 +14,51 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from spanwise.hardware import Hardware
-from spanwise.layouts import traffic
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
+from spanwise.layouts.traffic import Readings
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.candidate import Candidate
 from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, Exchange, resolve, route_of
-from spanwise.routes.route import Route, RouteProblem, read_pairs
+from spanwise.routes.route import Route, RouteProblem
 
 PlanT = TypeVar("PlanT", bound="PlanData")
 
 # Cached values that follow from masks, layouts and ranks alone.
-_COMPUTED = (
-    "batch_size", "num_groups", "groups", "kv_groups", "query_rows", "causal", "_work", "_needs", "_local_work",
-    "_pairs",
-)  # fmt: skip
+_COMPUTED = ("batch_size", "groups", "kv_groups", "_readings")
 # Fields that change no route.
 _UNROUTED = frozenset(("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "kv_row_dim", "relayout"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One choice that "auto" considered.
+
+    Attributes:
+        balancer, exchange, stages: as the plan's.
+        imbalance: work of the busiest rank over the mean work, all masks by weight.
+        recv_mean, recv_max: K/V tokens that a rank receives in a forward, all masks by weight; mean and most.
+        held: bytes that the busiest rank holds for exchanges; `make_plan` compares them with a memory budget.
+        seconds: result of `Plan.predict`.
+        relayout: as the plan's.
+    """
+
+    balancer: str
+    exchange: str
+    stages: int
+    imbalance: float
+    recv_mean: float
+    recv_max: float
+    held: int
+    seconds: Mapping[str, float]
+    relayout: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,13 +171,23 @@ class PlanData:
         """K/V tokens of each group."""
         return self.kv_layout.grouped(self.inner)
 
+    @functools.cached_property
+    def _readings(self) -> dict[str, Readings]:
+        layouts = self.groups, self.kv_groups
+        return {name: Readings(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
+
+    def readings(self, mask: str = "default") -> Readings:
+        """Work and needs of the groups under one mask."""
+        self.mask(mask)
+        return self._readings[mask]
+
     def route(self, mask: str = "default") -> Route:
         """Who sends which keys to whom, in which steps; computed once for this object."""
         if mask not in self._routes:
-            self.mask(mask)
+            of = self.readings(mask)
             problem = RouteProblem(
-                self._needs[mask], self._pairs[mask], self.kv_groups, self.stages, self.block_size, self.host_groups
-            )
+                of.needs, of.pairs, self.kv_groups, self.stages, self.block_size, self.host_groups
+            )  # fmt: skip
             self._routes[mask] = route_of(self.kv_exchange, problem, self.batch_size)
         return self._routes[mask]
 
@@ -184,15 +215,10 @@ class PlanData:
         >>> spanwise.make_plan(spanwise.SpanMask.causal(8), 2, balancer="contiguous", block_size=1).work()
         array([10, 26])
         """
-        self.mask(mask)
-        return self._of_ranks(self._work[mask])
+        return self._of_ranks(self.readings(mask).area)
 
     def _of_ranks(self, of_groups: np.ndarray) -> np.ndarray:
         return of_groups if self.inner == 1 else np.repeat(of_groups / self.inner, self.inner)
-
-    @functools.cached_property
-    def _work(self) -> dict[str, Int64]:
-        return {name: traffic.area(mask, self.groups, self.batch_size) for name, mask in self.masks.items()}
 
     def imbalance(self, mask: str = "default") -> float:
         """Work of the busiest rank over the mean work. 1.0 is perfect; an empty mask gives 1.0.
@@ -211,15 +237,8 @@ class PlanData:
         >>> spanwise.make_plan(spanwise.SpanMask.sliding_window(8, 2), 2, block_size=1, balancer="contiguous").needs(1)
         array([[2, 4]])
         """
-        self.mask(mask)
-        rows = self._needs[mask]
+        rows = self.readings(mask).needs
         return rows[row if len(rows) > 1 else 0][rank // self.inner]
-
-    @functools.cached_property
-    def _needs(self) -> dict[str, traffic.Needs]:
-        """Of the batch rows that differ in mask or layout; a single row serves all."""
-        layouts = self.groups, self.kv_groups
-        return {name: traffic.needs(mask, *layouts) for name, mask in self.masks.items()}
 
     def needed_tokens(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank reads and its group does not own, summed over batch rows; int64 ``[num_ranks]``.
@@ -230,13 +249,7 @@ class PlanData:
 
     def local_work(self, mask: str = "default") -> np.ndarray:
         """The part of `work` whose keys the rank's group holds; the same dtype."""
-        self.mask(mask)
-        return self._of_ranks(self._local_work[mask])
-
-    @functools.cached_property
-    def _local_work(self) -> dict[str, Int64]:
-        layouts = self.groups, self.kv_groups
-        return {name: traffic.local_area(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
+        return self._of_ranks(self.readings(mask).local_area)
 
     def traffic(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank receives from each other rank in a forward; int64 ``[receivers, senders]``.
@@ -251,7 +264,6 @@ class PlanData:
         array([[0, 0],
                [4, 0]])
         """
-        self.mask(mask)
         groups = self.route(mask).tokens.sum(axis=0)
         if self.inner == 1:
             return groups
@@ -262,13 +274,8 @@ class PlanData:
 
     def needed_traffic(self, mask: str = "default") -> Int64:
         """K/V tokens of each other group that a group reads; int64 ``[G receivers, G senders]``."""
-        self.mask(mask)
-        return self._pairs[mask] * (self.batch_size // len(self._needs[mask]))
-
-    @functools.cached_property
-    def _pairs(self) -> dict[str, Int64]:
-        """Needed tokens by pair of groups, of the batch rows that differ."""
-        return {name: read_pairs(needs, self.kv_groups) for name, needs in self._needs.items()}
+        of = self.readings(mask)
+        return of.pairs * of.repeats
 
     def num_chunks(self, mask: str = "default") -> int:
         """Chunks in which the K/V of other groups arrive; 0 where nothing travels.
@@ -281,7 +288,6 @@ class PlanData:
 
     def recv_tokens(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank receives in one forward, summed over batch rows; int64 ``[num_ranks]``."""
-        self.mask(mask)
         tokens = np.repeat(self.route(mask).tokens.sum(axis=(0, 2)), self.inner)
         held = self.batch_size * self.kv_layout.tokens_per_rank
         return tokens + np.repeat(held.reshape(-1, self.inner).sum(axis=1), self.inner) - held
@@ -310,7 +316,8 @@ class PlanData:
 
     def count(self) -> None:
         """Compute areas and traffic now, so that variants made by `replace` share them."""
-        _ = self._work, self._local_work, self._pairs
+        for of in self._readings.values():
+            _ = of.area, of.local_area, of.pairs
 
     def replace(self: PlanT, **changes: Any) -> PlanT:
         """The plan with other fields; ``exchange`` is as in `make_plan`. Areas and traffic are kept if they may.

@@ -27,7 +27,7 @@ class Recurrence:
         hidden_size: numbers of a token that move between layouts; default ``heads * value_dim``.
 
     Raises:
-        ValueError: a value that is not positive, not a whole number where one is counted, or not True or False.
+        ValueError: a value that is not positive, or not an integer (`layers` may be any number).
 
     >>> Recurrence(layers=36, heads=32, key_dim=128, value_dim=128).map_bytes
     4194304
@@ -43,19 +43,16 @@ class Recurrence:
     hidden_size: int | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
+        if not isinstance(self.delta_rule, (bool, np.bool_)):
+            raise ValueError(f"delta_rule of a Recurrence must be True or False, got {self.delta_rule!r}")
+        for name in ("layers", "heads", "key_dim", "value_dim", "conv_width", "conv_channels", "hidden_size"):
+            value = getattr(self, name)
+            if value is None and name in ("conv_channels", "hidden_size"):
                 continue
-            if field.name == "delta_rule":
-                if not isinstance(value, (bool, np.bool_)):
-                    raise ValueError(f"delta_rule of a Recurrence must be True or False, got {value!r}")
-                continue
-            number = field.name == "layers"
-            what = "a number" if number else "an integer"
-            known = isinstance(value, (int, np.integer)) or (number and isinstance(value, (float, np.floating)))
-            if isinstance(value, bool) or not known or not 0 < value < math.inf:
-                raise ValueError(f"{field.name} of a Recurrence must be {what} above 0, got {value!r}")
+            kinds = (int, np.integer, float, np.floating) if name == "layers" else (int, np.integer)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+                kind = "a number" if name == "layers" else "an integer"
+                raise ValueError(f"{name} of a Recurrence must be {kind} above 0, got {value!r}")
 
     @property
     def map_bytes(self) -> int:
@@ -76,11 +73,8 @@ class Recurrence:
 
 def checked(recurrences: Any) -> dict[str, Recurrence] | None:
     """The argument of `make_plan`; ``ValueError`` unless it is a mapping of names to `Recurrence`."""
-    if recurrences is None or (isinstance(recurrences, Mapping) and not recurrences):
+    if recurrences is None:
         return None
     if not isinstance(recurrences, Mapping) or not all(isinstance(r, Recurrence) for r in recurrences.values()):
-        raise ValueError(
-            f"recurrences must map names to spanwise.Recurrence, as in {{'gdn': Recurrence(layers=36, heads=32, "
-            f"key_dim=128, value_dim=128)}}; got {recurrences!r}"
-        )
-    return {str(name): value for name, value in recurrences.items()}
+        raise ValueError(f"recurrences must map names to spanwise.Recurrence objects, got {recurrences!r}")
+    return {str(name): value for name, value in recurrences.items()} or None

@@ -69,67 +69,49 @@ def variants(plans: list[PlanT]) -> list[PlanT]:
     return found
 
 
-def costs(plan: PlanData) -> dict[str, Costs]:
-    """Of each kind of recurrent layers of the plan, where the plan runs them."""
-    layout = layout_of(plan)
-    everyone = document_runs.find(layout, documents.packings(plan, state=True))
-    moved = _moved(plan.layout, layout)
-    attention = sum(plan.weights.values())
-    return {
-        name: _cost(plan, recurrence, everyone, moved, attention)
-        for name, recurrence in (plan.recurrences or {}).items()
-    }
-
-
 def seconds(plan: PlanData) -> float:
     """Seconds of a step of all recurrent layers of the plan."""
     return sum(each.seconds + each.moving for each in costs(plan).values())
 
 
-def _cost(
-    plan: PlanData, of: Recurrence, everyone: document_runs.DocumentRuns, moved: Int64, attention_layers: float
-) -> Costs:
-    num_ranks, hardware = plan.num_ranks, plan.hardware
+def costs(plan: PlanData) -> dict[str, Costs]:
+    """Of each kind of recurrent layers of the plan, where the plan runs them."""
+    layout, num_ranks, rates = layout_of(plan), plan.num_ranks, plan.hardware
+    everyone = document_runs.find(layout, documents.packings(plan, state=True))
     travel, composed = document_runs.map_traffic(everyone, num_ranks)
     back, composed_back = document_runs.map_traffic(everyone.backwards(), num_ranks)
-    halo = document_runs.halo_traffic(everyone, num_ranks, of.conv_width - 1)
     length = (everyone.stop - everyone.start).astype(np.float64)
-    tokens = np.bincount(everyone.rank, length, num_ranks)
-    carried = np.bincount(everyone.rank, length * ~everyone.opens, num_ranks)
-    middle = np.bincount(everyone.rank, length * ~(everyone.opens | everyone.closes), num_ranks)
-    state = 2.0 * of.heads * of.key_dim * of.value_dim  # FLOPs of one product with a state
-    run = state * (3 if of.delta_rule else 2)
-    # Before its state is known a run is computed with key_dim more columns; then the state is applied.
-    opened = state + (run * of.key_dim / of.value_dim if of.delta_rule else 0)
-    join = state * of.key_dim if of.delta_rule else state
-    forward = hardware.attention_seconds(tokens * run + carried * opened + composed * join, backward=False)
-    backward = hardware.attention_seconds(tokens * 3 * run + middle * run + composed_back * join, backward=True)
-    row = of.channels * plan.itemsize
-    exchanged = [
-        (travel * of.map_bytes, halo * row),
-        (back * of.map_bytes, halo.T * of.channels * _WIDE_BYTES),
-    ]
-    collectives = sum(
-        hardware.all_to_all_seconds(table) + hardware.copy_seconds(2 * float(table.sum(axis=1).max(initial=0)))
-        for both in exchanged
-        for table in both
+    tokens, carried, middle = (
+        np.bincount(everyone.rank, length * which, num_ranks)
+        for which in (np.ones(len(length)), ~everyone.opens, ~(everyone.opens | everyone.closes))
     )
-    moves = sum(
-        2
-        * (
-            hardware.all_to_all_seconds(moved * num_bytes)
-            + hardware.copy_seconds(2.0 * moved.sum(axis=1).max() * num_bytes)
+    moved = _moved(plan.layout, layout)
+
+    def exchanged(table: Float64 | Int64) -> float:
+        copies = rates.copy_seconds(2 * float(table.sum(axis=1).max(initial=0)))
+        return rates.all_to_all_seconds(table) + copies
+
+    def of_kind(of: Recurrence) -> Costs:
+        state = 2.0 * of.heads * of.key_dim * of.value_dim  # FLOPs of one product with a state
+        run = state * (3 if of.delta_rule else 2)
+        # Before its state is known a run is computed with key_dim more columns; then the state is applied.
+        opened = state + (run * of.key_dim / of.value_dim if of.delta_rule else 0)
+        join = state * of.key_dim if of.delta_rule else state
+        forward = rates.attention_seconds(tokens * run + carried * opened + composed * join, backward=False)
+        backward = rates.attention_seconds(tokens * 3 * run + middle * run + composed_back * join, backward=True)
+        halo, row = document_runs.halo_traffic(everyone, num_ranks, of.conv_width - 1), of.channels * plan.itemsize
+        tables = (travel * of.map_bytes, halo * row, back * of.map_bytes, halo.T * of.channels * _WIDE_BYTES)
+        layer = float(np.max(forward) + np.max(backward)) + sum(map(exchanged, tables))
+        moves = sum(2 * exchanged(moved * of.hidden * size) for size in (plan.itemsize, _WIDE_BYTES))
+        return Costs(
+            runs=int(np.bincount(everyone.rank, minlength=num_ranks).max(initial=0)),
+            maps=int(travel.sum()),
+            recv_bytes=(travel * of.map_bytes + halo * row).sum(axis=1).astype(np.float64),
+            seconds=of.layers * layer,
+            moving=min(of.layers, sum(plan.weights.values())) * moves,
         )
-        for num_bytes in (of.hidden * plan.itemsize, of.hidden * _WIDE_BYTES)
-    )
-    layer = float(np.max(forward) + np.max(backward)) + collectives
-    return Costs(
-        runs=int(np.bincount(everyone.rank, minlength=num_ranks).max(initial=0)),
-        maps=int(travel.sum()),
-        recv_bytes=(travel * of.map_bytes + halo * row).sum(axis=1).astype(np.float64),
-        seconds=of.layers * layer,
-        moving=min(of.layers, attention_layers) * moves,
-    )
+
+    return {name: of_kind(recurrence) for name, recurrence in (plan.recurrences or {}).items()}
 
 
 def _moved(before: Layout, after: Layout) -> Int64:

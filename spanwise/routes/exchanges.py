@@ -120,7 +120,6 @@ class Exchange:
     Attributes:
         name: in plans, reports and errors.
         steps: makes the steps of a route.
-        receives: the K/V tokens that a rank receives, in words; "{}" stands for the mean of those that it reads.
         chunk_counts: numbers of chunks that "auto" tries, simplest first; (1,) if the exchange chooses them.
         everything: moves all K/V, whatever the mask, so that locality of a layout gains nothing.
         exact: moves only K/V that are read.
@@ -132,7 +131,6 @@ class Exchange:
 
     name: str
     steps: Callable[[RouteProblem], Steps]
-    receives: str = "those that the exchange brings; {} of them are read, mean"
     chunk_counts: tuple[int, ...] = (1,)
     everything: bool = False
     exact: bool = False
@@ -152,24 +150,16 @@ class Exchange:
         return (chunks,) if chunks == 1 or len(self.chunk_counts) > 1 else ()
 
 
-_READ = "exactly those that the rank's rows read and it does not hold"
 EXCHANGES = {
     each.name: each
     for each in (
-        Exchange("all_gather", all_gather, "all of the other ranks; {} of them are read, mean", everything=True),
-        Exchange("needed", needed, _READ, (1, 2, 4), exact=True, count=count_needed),
-        Exchange(
-            "hierarchical", hierarchical, f"{_READ}; those of other hosts enter its host once", exact=True,
-            by_host=True, count=relays.count,
-        ),
-        Exchange("ring", ring, "whole shards, one after the other; {} tokens of them are read, mean", keeps_kv=False),
-        Exchange(
-            "ulysses", ulysses,
-            "those of the ranks that it trades heads with, for its heads, and from other groups those that the "
-            "exchange between groups brings", heads=True,
-        ),
+        Exchange("all_gather", all_gather, everything=True),
+        Exchange("needed", needed, chunk_counts=(1, 2, 4), exact=True, count=count_needed),
+        Exchange("hierarchical", hierarchical, exact=True, by_host=True, count=relays.count),
+        Exchange("ring", ring, keeps_kv=False),
+        Exchange("ulysses", ulysses, heads=True),
     )
-}  # fmt: skip
+}
 
 
 def resolve(exchange: Any) -> Exchange:
@@ -201,68 +191,66 @@ def route_of(exchange: Exchange, problem: RouteProblem, batch_size: int) -> Rout
     own = EXCHANGES.get(exchange.name) != exchange
 
     def make() -> tuple[Step, ...]:
-        steps: Steps = []
+        found = exchange.steps(problem)
+        if own:
+            _check(exchange.name, problem, found)
         number = {-1: -1}
-        for i, (source, moves) in enumerate(exchange.steps(problem)):
-            if own:
-                _check_step(exchange.name, problem, i, source, moves)
+        for i, (_, moves) in enumerate(found):
             if len(moves):
-                if source not in number:
-                    raise ValueError(
-                        f"exchange {exchange.name!r}: step {i} sends rows of step {source}, which brings none"
-                    )
-                number[i] = len(steps)
-                steps.append(Step(number[source], moves))
-        return tuple(steps)
+                number[i] = len(number) - 1
+        return tuple(Step(number[source], moves) for source, moves in found if len(moves))
 
     counted = None
     if exchange.count is not None:
         counted = [(source, table) for source, table in exchange.count(problem) if table.any()]
     route = Route(make, problem.layout, len(problem.needs), batch_size, exchange.exact, counted)
     if own:
-        _check_route(exchange.name, problem, route)
+        _ = route.steps
     return route
 
 
-def _check_step(name: str, problem: RouteProblem, i: int, source: Any, moves: Any) -> None:
-    what, size = f"exchange {name!r}, step {i}", problem.num_groups
-    if not isinstance(moves, np.ndarray) or moves.dtype != np.int64 or moves.ndim != 2 or moves.shape[1] != 5:
-        raise ValueError(f"{what}: moves must be int64 [m, 5] of row, receiver, sender, start, stop, got {moves!r}")
-    if not isinstance(source, int) or not -1 <= source < i:
-        raise ValueError(f"{what}: source must be -1 or an earlier step, got {source!r}")
-    everyone = moves[:, RECEIVER] == EVERYONE
-    tokens = (moves[:, STOP] - moves[:, START]).sum()
-    if everyone.any() and (source != -1 or not everyone.all() or tokens != len(problem.needs) * problem.layout.seq_len):
-        raise ValueError(f"{what}: a step to everyone sends all that the groups own, and nothing else")
-    limits = ((ROW, 0, len(problem.needs)), (RECEIVER, -1, size), (SENDER, 0, size), (START, 0, problem.layout.seq_len))
-    for column, low, high in limits:
-        if ((moves[:, column] < low) | (moves[:, column] >= high)).any():
-            raise ValueError(f"{what}: column {column} of moves must be in [{low}, {high})")
-    if (moves[:, START] >= moves[:, STOP]).any() or (moves[:, RECEIVER] == moves[:, SENDER]).any():
-        raise ValueError(f"{what}: a move is of a token at least, and to another group")
-
-
-def _check_route(name: str, problem: RouteProblem, route: Route) -> None:
+def _check(name: str, problem: RouteProblem, steps: Steps) -> None:
     """``ValueError`` unless senders have what they send, and each group gets what it reads, everything once."""
-    size = problem.num_groups
-    for row, needs in enumerate(problem.needs):
-        held = problem.held(row)
-        owned = [held[held[:, 0] == group, 1:] for group in range(size)]
-        came: list[list[Int64]] = []
-        for step in route.steps:
-            moves = step.moves[step.moves[:, ROW] == row]
-            has = owned if step.source < 0 else came[step.source]
-            everyone = len(moves) > 0 and moves[0, RECEIVER] == EVERYONE
+    size, rows, length = problem.num_groups, range(len(problem.needs)), problem.layout.seq_len
+    held = [problem.held(row) for row in rows]
+    # What each group has in each batch row: at first what it owns, then what each step brings.
+    has = [[[each[each[:, 0] == group, 1:] for group in range(size)] for each in held]]
+
+    def must(holds: Any, promise: str) -> None:
+        if not holds:
+            raise ValueError(f"exchange {name!r}: {promise}")
+
+    for i, (source, moves) in enumerate(steps):
+        table = isinstance(moves, np.ndarray) and moves.dtype == np.int64 and moves.ndim == 2 and moves.shape[1] == 5
+        must(table, f"moves must be int64 [m, 5] of row, receiver, sender, start, stop, got {moves!r} in step {i}")
+        must(isinstance(source, int) and -1 <= source < i, f"source must be -1 or an earlier step, got {source!r}")
+        must(source < 0 or len(steps[source].moves), f"step {i} sends rows of step {source}, which brings none")
+        everyone = moves[:, RECEIVER] == EVERYONE
+        every_token = (moves[:, STOP] - moves[:, START]).sum() == len(rows) * length
+        must(
+            not everyone.any() or (source == -1 and everyone.all() and every_token),
+            "a step to everyone sends all that the groups own, and nothing else",
+        )
+        for column, low, high in ((ROW, 0, len(rows)), (RECEIVER, -1, size), (SENDER, 0, size), (START, 0, length)):
+            inside = (moves[:, column] >= low) & (moves[:, column] < high)
+            must(inside.all(), f"column {column} of moves must be in [{low}, {high}), in step {i}")
+        moved = (moves[:, START] < moves[:, STOP]) & (moves[:, RECEIVER] != moves[:, SENDER])
+        must(moved.all(), "a move is of a token at least, and to another group")
+        has.append([])
+        for row in rows:
+            mine = moves[moves[:, ROW] == row]
+            mine = mine[np.argsort(mine[:, START], kind="stable")]
             for group in range(size):
-                sent = merge_runs(*moves[moves[:, SENDER] == group, START:].T)
-                if len(subtract_runs(sent, has[group])):
-                    raise ValueError(f"exchange {name!r}: group {group} sends keys that it does not have by then")
-            to = (moves[:, SENDER] != g if everyone else moves[:, RECEIVER] == g for g in range(size))
-            came.append([moves[some][np.argsort(moves[some, START]), START:] for some in to])
+                sent = merge_runs(*mine[mine[:, SENDER] == group, START:].T)
+                missing = subtract_runs(sent, has[source + 1][row][group])
+                must(not len(missing), f"group {group} sends keys that it does not have by then")
+            to = (mine[:, SENDER] != group if everyone.any() else mine[:, RECEIVER] == group for group in range(size))
+            has[-1].append([mine[some, START:] for some in to])
+    for row in rows:
         for group in range(size):
-            all_runs = np.concatenate([owned[group], *(runs[group] for runs in came)])
+            all_runs = np.concatenate([each[row][group] for each in has])
             union = merge_runs(*all_runs.T)
-            if (union[:, 1] - union[:, 0]).sum() < (all_runs[:, 1] - all_runs[:, 0]).sum():
-                raise ValueError(f"exchange {name!r}: group {group} gets a key twice, or one that it owns")
-            if len(subtract_runs(needs[group], union)):
-                raise ValueError(f"exchange {name!r}: group {group} does not get all keys that it reads")
+            twice = (union[:, 1] - union[:, 0]).sum() < (all_runs[:, 1] - all_runs[:, 0]).sum()
+            must(not twice, f"group {group} gets a key twice, or one that it owns")
+            unmet = subtract_runs(problem.needs[row][group], union)
+            must(not len(unmet), f"group {group} does not get all keys that it reads")

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.traffic import row_of
+from spanwise.layouts.traffic import add_pairs, row_of
 from spanwise.masks.arrays import Int64
-from spanwise.routes.route import RouteProblem, Tables, add_pairs
+from spanwise.routes.route import RouteProblem, Tables
 
 
 class _Pieces(NamedTuple):

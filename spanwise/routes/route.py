@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.traffic import Needs, row_of
+from spanwise.layouts.traffic import Needs, add_pairs, row_of
 from spanwise.masks.arrays import Int64
 
 # Columns of moves, int64 `[m, 5]`.
@@ -239,21 +239,6 @@ class Route:
         if self.gathered:
             found[:] = self.padded.max()
         return found
-
-
-def add_pairs(table: Int64, receiver: Int64, sender: Int64, tokens: Int64) -> None:
-    """Adds the tokens of moves to a table ``[receivers, senders]``."""
-    np.add.at(table.reshape(-1), receiver * len(table) + sender, tokens)
-
-
-def read_pairs(needs: Needs, layout: Layout) -> Int64:
-    """`RouteProblem.pairs`: tokens that groups need of each other, by the `layout` of keys."""
-    total = np.zeros((layout.num_ranks, layout.num_ranks), np.int64)
-    for row, runs_of in enumerate(needs):
-        reader = np.repeat(np.arange(len(runs_of)), [len(runs) for runs in runs_of])
-        run, owner, both = layout.owners_of(np.concatenate(runs_of), row_of(layout, row))
-        add_pairs(total, reader[run], owner, both[:, 1] - both[:, 0])
-    return total
 
 
 def _cut_by_owner(layout: Layout, row: int, receiver: Int64, runs: Int64) -> Int64:

@@ -21,7 +21,7 @@ from tests.planning.test_scale import lognormal as scaled
 
 
 def imbalance(layout, mask):
-    work = traffic.area(mask, layout, mask.batch_size)
+    work = traffic.Readings(mask, layout, layout, mask.batch_size).area
     return work.max() / work.mean() if work.any() else 1.0
 
 

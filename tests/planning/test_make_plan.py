@@ -44,7 +44,7 @@ def test_auto_takes_the_simplest_within_five_percent(mask: SpanMask, hardware: H
     alike = [c for c in within if "local" in c.balancer and (c.exchange, c.stages) == (plan.exchange, plan.stages)]
     if "local" not in plan.balancer:
         alike = [chosen(plan)]
-    assert chosen(plan).seconds["total"] <= 1.002 * min(c.seconds["total"] for c in alike)
+    assert chosen(plan).seconds["total"] <= min(c.seconds["total"] for c in alike)
     for c in within[: within.index(alike[0])]:  # only an all_gather may have been passed over
         assert c.exchange == "all_gather" and min(x.recv_mean for x in within) <= 0.7 * c.recv_mean
     assert plan.predict() == pytest.approx(chosen(plan).seconds)
@@ -60,14 +60,14 @@ def test_auto_takes_the_simplest_within_five_percent(mask: SpanMask, hardware: H
 )
 def test_dense_masks_gain_nothing(mask: SpanMask, balancer: str) -> None:
     plan = make_plan(mask, 8, **LLAMA)
-    assert (plan.balancer, plan.exchange) == (balancer, "all_gather") and "no gain" in plan.reason
+    assert (plan.balancer, plan.exchange) == (balancer, "all_gather") and "times as fast" not in plan.reason
 
 
 def test_packed_documents_over_a_slow_link() -> None:
     plan = make_plan(DOCUMENTS, 4, hardware=SLOW, **SHAPE)
     usual = min(c.seconds["total"] for c in plan.candidates if c.balancer == "head_tail" and c.exchange == "all_gather")
     assert plan.exchange == "needed" and chosen(plan).seconds["total"] < 0.25 * usual
-    assert "times as fast as" in plan.reason and "no gain" not in plan.reason
+    assert "times as fast as" in plan.reason
 
 
 @pytest.mark.parametrize(("num_ranks", "bound"), [(8, 1.02), (64, 1.03)])
@@ -131,13 +131,6 @@ def test_what_is_given_is_kept() -> None:
     assert one.candidates == () and one.reason == "one rank computes everything"
     alone = make_plan(DOCUMENTS, 1, stages=4)
     assert (alone.stages, alone) == (1, make_plan(DOCUMENTS, 1))
-    for bad, text in (
-        (dict(hardware="h100"), "hardware must be a spanwise.Hardware"),
-        (dict(keep_kv="no"), "keep_kv must be True, False or None, got 'no'"),
-        (dict(block_size=2**70), "block_size must be less than 2147483648"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            make_plan(DOCUMENTS, 4, **bad)
 
 
 @pytest.mark.parametrize(

@@ -196,9 +196,9 @@ def test_a_plan_that_was_used_pickles_what_it_has_computed_but_no_rank_plans() -
     plan.count()
     again = pickle.loads(pickle.dumps(plan))
     assert plan.built and not again.built
-    assert {"fingerprint", "_work", "_needs", "_pairs"} <= again.__dict__.keys()
+    assert {"fingerprint", "_readings"} <= again.__dict__.keys() and "pairs" in again.readings().__dict__
     changed = again.replace(stages=2)
-    assert "_work" in changed.__dict__ and changed.fingerprint != plan.fingerprint
+    assert "area" in changed.readings().__dict__ and changed.fingerprint != plan.fingerprint
 
 
 def test_bytes_and_seconds() -> None:
@@ -262,6 +262,9 @@ def test_block_masks_are_taken() -> None:
         (lambda: make_plan(DOCUMENTS, 0), ValueError, "num_ranks must be a positive integer, got 0"),
         (lambda: make_plan(DOCUMENTS, 2.0), ValueError, "num_ranks must be a positive integer, got 2.0"),
         (lambda: make_plan(DOCUMENTS, 2, block_size=0), ValueError, "block_size must be a positive integer"),
+        (lambda: make_plan(DOCUMENTS, 2, block_size=2**70), ValueError, "block_size must be .* at most 2147483647"),
+        (lambda: make_plan(DOCUMENTS, 2, hardware="h100"), ValueError, "hardware must be a spanwise.Hardware"),
+        (lambda: make_plan(DOCUMENTS, 2, keep_kv="no"), ValueError, "keep_kv must be True, False or None, got 'no'"),
         (lambda: make_plan(DOCUMENTS, 2, balancer="best"), ValueError, "best"),
         (lambda: make_plan(DOCUMENTS, (2, 2), exchange="ulysses"), ValueError, "Ulysses on its inner axis already"),
         (lambda: make_plan(DOCUMENTS, (2, 2, 2)), ValueError, r"\(outer, inner\)"),
@@ -275,7 +278,11 @@ def test_block_masks_are_taken() -> None:
         (lambda: make_plan(DOCUMENTS, 2, memory_budget=1), ValueError, "needs num_q_heads and head_dim"),
         (lambda: make_plan(DOCUMENTS, 2, balancer="dual_chunk"), ValueError, "order of a packing"),
         (lambda: make_plan(DOCUMENTS, 2, exchange="magic"), ValueError, "unknown exchange 'magic'"),
-        (lambda: make_plan(DOCUMENTS, 2, num_q_heads=6, num_kv_heads=4), ValueError, "6 is not a multiple of num_kv"),
+        (
+            lambda: make_plan(DOCUMENTS, 2, num_q_heads=6, num_kv_heads=4),
+            ValueError,
+            "6 query heads are not a multiple of 4",
+        ),
         (lambda: make_plan(DOCUMENTS, 2, dtype="int8"), ValueError, "dtype must be one of"),
         (
             lambda: make_plan(torch.ones(4, 4, dtype=torch.bool), 2),

@@ -29,7 +29,7 @@ def test_a_row_arrives_once_and_enters_a_host_once(problem: tuple[Plan, Dense], 
     host = np.arange(groups) // places
     rows = num_rows(plan.mask(), plan.layout)
     first, second = relays.moves(
-        RouteProblem(plan._needs["default"], plan._pairs["default"], plan.kv_groups, host_groups=places)
+        RouteProblem(plan.readings().needs, plan.readings().pairs, plan.kv_groups, host_groups=places)
     )
     for row in range(rows):
         owner = dense.kv_rank[row] // plan.inner

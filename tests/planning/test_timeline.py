@@ -9,7 +9,7 @@ import pytest
 
 from spanwise import Hardware, Link, SpanMask, make_plan
 from spanwise.hardware import attention_flops
-from spanwise.planning import timeline
+from spanwise.planning import seconds as timeline
 
 SHAPE = dict(num_q_heads=8, num_kv_heads=2, head_dim=16, v_head_dim=24)
 
@@ -70,7 +70,8 @@ def test_gradients_on_a_ring_join_those_of_the_piece_after() -> None:
 
 def test_nothing_hides_a_trade() -> None:
     inner = timeline.forward(np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0]))
-    one = timeline.between_trades(inner, 4.0, 2.5)
+    arguments = np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0])
+    one = timeline.forward(*arguments, trades=(4.0, 2.5))
     assert one.names == (*inner.names, "traded")
     assert one.exchange_names == ("heads for tokens", "K/V, chunk 1", "tokens for heads")
     assert one.exchange_start.tolist() == [0, 6, 13] and one.exchange_end.tolist() == [4, 9, 15.5]

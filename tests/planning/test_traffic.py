@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise import H100, SpanMask, make_plan
-from spanwise.layouts import traffic as areas_of
 from spanwise.layouts.layout import Layout
-from spanwise.planning.costs import _chunk_pairs
 from spanwise.planning.plan import Plan
+from spanwise.planning.seconds import _chunk_pairs
 from spanwise.routes.exchanges import EXCHANGES
 from tests.masks.test_properties import masks
 
@@ -194,7 +193,7 @@ def test_hops(problem: tuple[Plan, Dense]) -> None:
             if len(walk) > 1 and route.tokens.sum() > plan.needed_tokens().sum():
                 assert areas[group, i] == (dense.mask & rows[:, :, None] & keys[:, None, :]).sum()
     if walk:  # nothing that is read is left out
-        local = areas_of.local_area(plan.mask(), plan.groups, plan.kv_groups, plan.batch_size)
+        local = plan.readings().local_area
         assert (areas.sum(axis=1).round() + local).tolist() == (plan.work() * plan.inner)[
             :: plan.inner
         ].round().tolist()
