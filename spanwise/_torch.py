@@ -278,11 +278,6 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return group_store(group).timeout if options is None else options._timeout  # type: ignore[attr-defined]
 
 
-def assert_async(good: torch.Tensor, text: str) -> None:
-    """Stop the program when it finds that `good` is false; on a GPU the host does not wait."""
-    torch.ops.aten._assert_async.msg(good, text)
-
-
 def is_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
     """Whether ``group`` communicates over gloo on devices of this type."""
     return f"{device}:gloo" in dist.get_backend_config(group)

@@ -9,76 +9,20 @@ of one batch in memory.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from spanwise.batch.global_batch import DocumentSource, GlobalBatch
+from spanwise.batch.global_batch import DocumentSource
 from spanwise.batch.global_batches import GlobalBatches
 from spanwise.masks.checks import check_below
 
 
-class _RankBatches(IterableDataset[dict[str, Any]]):
-    """One rank's batches, shared by the workers of a loader in turns.
-
-    `config` is a hex digest of what decides the batches, the arguments named in `decided_by`; `end` the last position,
-    or None without one.
-    """
-
-    def __init__(self, batches: GlobalBatches, rank: int, config: str, decided_by: str, end: int | None) -> None:
-        self.rank = check_below(rank, batches.size, "rank", ", the ranks of the batches")
-        self.config, self.decided_by, self.end = config, decided_by, end
-        self._start = self._position = 0
-
-    def _turns(self, position: int) -> Iterator[tuple[Callable[[], GlobalBatch], DocumentSource, int]]:
-        """What makes each batch from `position` on, where its documents are read, and the position behind it."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        turns = self._turns(self._start)
-        self._position = self._start
-        # A round holds a batch for each worker. The state of a worker is where its next round begins.
-        while turn := list(itertools.islice(turns, workers)):
-            self._position = turn[-1][2]
-            if worker >= len(turn):
-                return
-            make, source, after = turn[worker]
-            batch = make()
-            batch.plan.count()  # in the worker: what the plan has computed travels with it
-            _ = batch.plan.fingerprint
-            state = {"position": after, "config": self.config}
-            yield batch.load(source, self.rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the batches that this object has yielded end, and a digest of what decides the batches."""
-        return {"position": self._position, "config": self.config}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin where `state` says.
-
-        Raises:
-            ValueError: `state` is of other batches, or lies behind the last epoch.
-        """
-        if not isinstance(state, Mapping) or not {"position", "config"} <= state.keys():
-            raise ValueError(f'a state has "position" and "config", as batch["state"] does; got {state!r}')
-        if state["config"] != self.config:
-            raise ValueError(f"the state is of other batches: give the {self.decided_by} that it was saved with")
-        position = state["position"]
-        if not isinstance(position, (int, np.integer)) or position < 0:
-            raise ValueError(f"the position of a state must be an integer, at least 0, got {position!r}")
-        if self.end is not None and position > self.end:
-            raise ValueError(f"the state is at token {position}, and the documents end at {self.end}: raise epochs")
-        self._start = self._position = int(position)
-
-
-class GlobalBatchDataset(_RankBatches):
+class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
     """One rank's batches, for a `torch.utils.data.DataLoader` with ``batch_size=None``.
 
     Each batch is a dict: ``"input_ids"``, ``"labels"``, ``"position_ids"`` as `GlobalBatch.load` makes them;
@@ -109,17 +53,57 @@ class GlobalBatchDataset(_RankBatches):
     """
 
     def __init__(self, batches: GlobalBatches, source: DocumentSource, rank: int) -> None:
-        decided_by = "lengths, seed, max_document, cut and num_ranks * tokens_per_rank"
-        super().__init__(batches, rank, batches.config, decided_by, batches.end)
         self.batches, self.source = batches, source
+        self.rank = check_below(rank, batches.size, "rank", ", the ranks of the batches")
+        self.config, self.end = batches.config, batches.end
+        self._start = self._position = 0
 
-    def _turns(self, position: int) -> Iterator[tuple[Callable[[], GlobalBatch], DocumentSource, int]]:
+    def _turns(self, position: int, workers: int) -> Iterator[tuple[GlobalBatches, DocumentSource, int, int]]:
+        """The batches and documents from `position` on, where each batch begins in them, and the position behind it."""
         while (after := self.batches.next_position(position)) is not None:
-            yield functools.partial(self.batches.at, position), self.source, after
+            yield self.batches, self.source, position, after
             position = after
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        turns = self._turns(self._start, workers)
+        self._position = self._start
+        # A round holds a batch for each worker. The state of a worker is where its next round begins.
+        while turn := list(itertools.islice(turns, workers)):
+            self._position = turn[-1][3]
+            if worker >= len(turn):
+                return
+            batches, source, begin, after = turn[worker]
+            batch = batches.at(begin)
+            batch.plan.count()  # in the worker: what the plan has computed travels with it
+            _ = batch.plan.fingerprint
+            state = {"position": after, "config": self.config}
+            yield batch.load(source, self.rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}
 
-class GlobalBatchStream(_RankBatches):
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batches that this object has yielded end, and a digest of what decides the batches."""
+        return {"position": self._position, "config": self.config}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin where `state` says.
+
+        Raises:
+            ValueError: `state` is of other batches, or lies behind the last epoch.
+        """
+        if not isinstance(state, Mapping) or not {"position", "config"} <= state.keys():
+            raise ValueError(f'a state has "position" and "config", as batch["state"] does; got {state!r}')
+        if state["config"] != self.config:
+            raise ValueError("the state is of other batches: give the arguments of the run that saved it")
+        position = state["position"]
+        if not isinstance(position, (int, np.integer)) or position < 0:
+            raise ValueError(f"the position of a state must be an integer, at least 0, got {position!r}")
+        if self.end is not None and position > self.end:
+            raise ValueError(f"the state is at token {position}, and the documents end at {self.end}: raise epochs")
+        self._start = self._position = int(position)
+
+
+class GlobalBatchStream(GlobalBatchDataset):
     """One rank's batches of a stream of documents, for a `torch.utils.data.DataLoader` with ``batch_size=None``.
 
     A batch takes documents in their order and ends before the first one that does not fit. The batches are dicts as
@@ -158,41 +142,35 @@ class GlobalBatchStream(_RankBatches):
     ) -> None:
         if wrong := sorted({"seed", "max_document", "cut", "epochs"} & set(options)):
             raise ValueError(f"a stream has whole documents in their order: leave {', '.join(wrong)} out")
-        checked = GlobalBatches([1], num_ranks, tokens_per_rank, drop_last=True, **options)
-        self.batch_tokens, self.documents, self.drop_last = checked.batch_tokens, documents, drop_last
+        super().__init__(GlobalBatches([1], num_ranks, tokens_per_rank, drop_last=True, **options), [], rank)
+        self.documents, self.drop_last = documents, drop_last
         self._arguments, self._options = (num_ranks, tokens_per_rank), options
-        # The documents are not part of the digest.
-        config = hashlib.blake2b(f"stream {self.batch_tokens}".encode(), digest_size=16).hexdigest()
-        super().__init__(checked, rank, config, "num_ranks * tokens_per_rank", None)
+        # The documents are not part of the digest, and have no known end.
+        self.config = hashlib.blake2b(f"stream {self.batches.batch_tokens}".encode(), digest_size=16).hexdigest()
+        self.end = None
 
-    def _turns(self, position: int) -> Iterator[tuple[Callable[[], GlobalBatch], DocumentSource, int]]:
-        """Positions count documents of the stream."""
-        info = get_worker_info()
-        if info is not None and info.num_workers > 1 and isinstance(self.documents, IterableDataset):
+    def _turns(self, position: int, workers: int) -> Iterator[tuple[GlobalBatches, DocumentSource, int, int]]:
+        """Positions count documents of the stream; each batch has its own `GlobalBatches`."""
+        if workers > 1 and isinstance(self.documents, IterableDataset):
             raise ValueError(
-                f"{type(self.documents).__name__} is a torch IterableDataset, which may give each of "
-                f"{info.num_workers} workers other documents: use num_workers=1, or another iterable"
+                f"{type(self.documents).__name__} is a torch IterableDataset, which may give each of {workers} workers "
+                f"other documents: use num_workers=1, or another iterable"
             )
-        documents: Iterable[Any] = self.documents
-        if position and hasattr(documents, "skip"):
-            documents = documents.skip(position)
-        elif position:
-            documents = itertools.islice(documents, position, None)
+        stream: Any = self.documents
+        skips = position and hasattr(stream, "skip")
+        documents = stream.skip(position) if skips else itertools.islice(stream, position, None)
         group: list[Any] = []
-        tokens = 0
-
-        def make(group: list[Any]) -> GlobalBatch:
-            return GlobalBatches([len(tokens) for tokens in group], *self._arguments, **self._options).at()
-
+        lengths: list[int] = []
+        most = self.batches.batch_tokens
         for number, given in enumerate(documents, position):
             document = given["input_ids"] if isinstance(given, Mapping) else given
-            length = len(document)
-            if length > self.batch_tokens:
-                raise ValueError(f"document {number} has {length:,} tokens, a batch at most {self.batch_tokens:,}")
-            if tokens + length > self.batch_tokens:
-                yield functools.partial(make, group), group, number
-                group, tokens, position = [], 0, number
+            if len(document) > most:
+                raise ValueError(f"document {number} has {len(document):,} tokens, a batch at most {most:,}")
+            if sum(lengths) + len(document) > most:
+                yield GlobalBatches(lengths, *self._arguments, **self._options), group, 0, number
+                group, lengths = [], []
             group.append(document)
-            tokens += length
-        if tokens and not (self.drop_last and tokens < self.batch_tokens):
-            yield functools.partial(make, group), group, position + len(group)
+            lengths.append(len(document))
+            position = number + 1
+        if any(lengths) and not (self.drop_last and sum(lengths) < most):
+            yield GlobalBatches(lengths, *self._arguments, **self._options), group, 0, position

@@ -24,12 +24,10 @@ class DocumentOrder:
         lengths: tokens of each document, int ``[num_documents]``.
         seed: 0 … 2**64 - 1, of the random order of each epoch; None keeps the order of `lengths`.
         max_document: tokens; a longer document becomes several of nearly equal lengths, which are shuffled separately.
-            None: documents stay whole.
 
     Attributes:
         epoch_tokens: tokens of all documents.
-        num_parts: documents of an epoch after long ones were cut and empty ones left out.
-        longest: tokens of the longest of them.
+        longest: tokens of the longest document, after long ones were cut.
         digest: hex digest of the arguments: equal orders have equal ones.
 
     Raises:
@@ -43,8 +41,8 @@ class DocumentOrder:
 
     def __init__(self, lengths: Any, seed: int | None = None, max_document: int | None = None) -> None:
         tokens = check_lengths(lengths, "lengths")
-        self.seed = seed = None if seed is None else check_index(seed, "seed")
-        if seed is not None and not 0 <= seed < 2**64:
+        self.seed = None if seed is None else check_index(seed, "seed")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, or None for the order of lengths, got {seed}")
         self.epoch_tokens = int(tokens.sum())
         if self.epoch_tokens == 0:
@@ -58,22 +56,18 @@ class DocumentOrder:
         quotient, remainder = whole // parts, whole % parts  # separate, because n * i may exceed int64
         self._start = quotient * number + remainder * number // parts
         self._length = quotient + remainder * (number + 1) // parts - remainder * number // parts
-        self.num_parts, self.longest = len(self._length), int(self._length.max())
+        self.longest = int(self._length.max())
         self._epoch: tuple[int, Int64, Int64] | None = None  # the last epoch in use
         arguments = f"{seed} {max_document}\n".encode()
         self.digest = hashlib.blake2b(arguments + tokens.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
-    def longest_document(self) -> int:
-        """Index of the document that holds the longest part."""
-        return int(self._document[np.argmax(self._length)])
-
     def _order(self, epoch: int) -> tuple[Int64, Int64]:
         """Parts of an epoch in order, and the offsets ``[num_parts + 1]`` at which they lie in it."""
         if self._epoch is None or self._epoch[0] != epoch:
-            index = np.arange(self.num_parts)
+            index = np.arange(len(self._length))
             if self.seed is not None:
                 # Not a shuffle: numpy keeps the stream of a bit generator from release to release, and that alone.
-                index = np.argsort(np.random.PCG64([self.seed, epoch]).random_raw(self.num_parts), kind="stable")
+                index = np.argsort(np.random.PCG64([self.seed, epoch]).random_raw(len(index)), kind="stable")
             self._epoch = (epoch, index, np.concatenate(([0], np.cumsum(self._length[index]))))
         return self._epoch[1], self._epoch[2]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,14 +19,8 @@ from spanwise.batch.global_batch import GlobalBatch
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_index, check_positive
 from spanwise.masks.span_mask import SpanMask
-from spanwise.overlap.explain.units import seconds
-from spanwise.planning.grids import one_plan, spread
 from spanwise.planning.make_plan import make_plan
-from spanwise.planning.plan import Plan
 from spanwise.planning.requests import check_hardware, check_sizes
-
-#: Documents, all epochs together, whose batches are gone through when `GlobalBatches` is made: 1.4 s (2 M × 4).
-_MOST_PARTS = 2**23
 
 
 class GlobalBatches:
@@ -42,18 +35,13 @@ class GlobalBatches:
         num_ranks: all ranks, dp × cp; or the two axes of a cp mesh with Ulysses inside, as `make_plan` takes it.
         tokens_per_rank: a batch has at most ``num_ranks * tokens_per_rank`` tokens. Without `pad`, a rank may hold up
             to one block more.
-        max_tokens_per_rank: most tokens of a rank, if ranks may hold unequal numbers where that shortens the predicted
-            step: long documents then lie on fewer ranks, and less K/V travel. None: equal tokens.
-        linear_flops: operations of all linear layers for a token, forward and backward (6 a parameter). Needed with
-            `max_tokens_per_rank`, unless `pad`; so are ``num_q_heads`` and ``head_dim``. Attention is counted once for
-            each layer that `weights` names.
         seed: of the order of documents, another one each epoch; None keeps the order of `lengths`.
         max_document: tokens; a longer document is cut into several of nearly equal lengths. None: none is cut here.
         cut: False: documents are whole, and a batch ends before the first one that does not fit. True: each batch is
             filled to its last token; the document that lies there is cut, and goes on in the next batch. A part is a
             document of its own: it does not read the part before it, and its last token has no label.
-        pad: fill each batch so that all ranks always hold `tokens_per_rank` tokens, or `max_tokens_per_rank`, as
-            compiled models need. Padding reads nothing and has no labels.
+        pad: fill each batch so that all ranks always hold `tokens_per_rank` tokens, as compiled models need. Padding
+            reads nothing and has no labels.
         epochs: passes over the documents; None: no end. Epochs follow one another without a gap.
         drop_last: leave out the batch in which the documents end, unless it is full.
         mask: from offsets ``[n + 1]`` to a mask, or to masks by name; default: causal documents. A module's
@@ -64,12 +52,10 @@ class GlobalBatches:
         order: the `DocumentOrder`.
         size: number of ranks.
         batch_tokens: tokens of a full batch.
-        most: `max_tokens_per_rank`, or `tokens_per_rank` where that is None.
 
     Raises:
         ValueError: no document has a token; a document is longer than a batch; a batch has fewer tokens than ranks;
-            `pad` with tokens of a rank that are no multiple of ``block_size``; arguments that are missing, or that
-            `make_plan` does not take.
+            `pad` with tokens of a rank that are no multiple of ``block_size``; options that `make_plan` does not take.
 
     >>> import spanwise
     >>> batches = spanwise.GlobalBatches([400, 9000, 20, 700, 3000], num_ranks=4, tokens_per_rank=2560)
@@ -85,8 +71,6 @@ class GlobalBatches:
         num_ranks: int | tuple[int, int],
         tokens_per_rank: int,
         *,
-        max_tokens_per_rank: int | None = None,
-        linear_flops: float | None = None,
         seed: int | None = None,
         max_document: int | None = None,
         cut: bool = False,
@@ -102,37 +86,23 @@ class GlobalBatches:
             raise ValueError(f"global batches take no {', '.join(unknown)}; options are {', '.join(sorted(known))}")
         check_hardware(options.get("hardware"))
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
-        self.size = ranks = check_sizes(num_ranks, options.get("block_size", 128))
-        self.batch_tokens = ranks * check_positive(tokens_per_rank, "tokens_per_rank")
+        block_size = options.get("block_size", 128)
+        self.size = check_sizes(num_ranks, block_size)
+        self.batch_tokens = self.size * check_positive(tokens_per_rank, "tokens_per_rank")
         self.cut, self.pad, self.drop_last = bool(cut), bool(pad), bool(drop_last)
         self.end = None if epochs is None else check_positive(epochs, "epochs") * self.order.epoch_tokens
         if self.order.longest > self.batch_tokens and not cut:
             raise ValueError(
-                f"document {self.order.longest_document()} has {self.order.longest:,} tokens, and a batch at most "
-                f"{self.batch_tokens:,}: raise tokens_per_rank, give max_document={self.batch_tokens}, or cut=True"
+                f"a document has {self.order.longest:,} tokens, and a batch at most {self.batch_tokens:,}: raise "
+                f"tokens_per_rank, give max_document={self.batch_tokens}, or cut=True"
             )
-        most = tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
-        self.most = check_positive(most, "max_tokens_per_rank")
-        self.linear_flops = linear_flops
-        self._check_most(tokens_per_rank)
-        # A batch of too few tokens is refused now, not at the end of an epoch; of very many documents, when it is made.
-        if self.end is not None and self.end // self.order.epoch_tokens * self.order.num_parts <= _MOST_PARTS:
-            last = (self.end - 1) // self.batch_tokens * self.batch_tokens if cut else 0
-            while not pad and (after := self.next_position(last)) is not None:
-                last = after
-
-    def _check_most(self, tokens_per_rank: int) -> None:
-        if self.most < tokens_per_rank:
-            raise ValueError(f"max_tokens_per_rank must be at least tokens_per_rank {tokens_per_rank}, got {self.most}")
-        needed = {"linear_flops": self.linear_flops} | {n: self.options.get(n) for n in ("num_q_heads", "head_dim")}
-        missing = [name for name, value in needed.items() if value is None]
-        if self.most > tokens_per_rank and not self.pad and missing:
-            raise ValueError(f"max_tokens_per_rank weighs linear layers against attention: give {', '.join(missing)}")
-        if self.linear_flops is not None and not 0 <= self.linear_flops < math.inf:
-            raise ValueError(f"linear_flops must be a number of operations, at least 0, got {self.linear_flops}")
-        block_size = self.options.get("block_size", 128)
-        if self.pad and self.most % block_size:
-            raise ValueError(f"pad=True needs tokens per rank in blocks of block_size {block_size}, got {self.most}")
+        if pad and tokens_per_rank % block_size:
+            raise ValueError(f"pad=True needs tokens_per_rank in blocks of {block_size}, got {tokens_per_rank}")
+        # A batch of too few tokens raises now, not at the end of an epoch; of many million documents, when it is made.
+        if self.end is not None and cut:
+            self.next_position((self.end - 1) // self.batch_tokens * self.batch_tokens)
+        elif self.end is not None and self.end // self.order.epoch_tokens * len(lengths) <= 2**23:
+            len(self)
 
     @property
     def config(self) -> str:
@@ -175,24 +145,12 @@ class GlobalBatches:
             raise ValueError(f"no batch begins at token {position}, inside a document that begins at {begin}")
         pieces = self.order.pieces(position, after - position)
         pieces.setflags(write=False)
-        return GlobalBatch(pieces, self._plan(pieces), after)
-
-    def _plan(self, pieces: Int64) -> Plan:
         cu_seqlens = np.concatenate(([0], np.cumsum(pieces[:, 2] - pieces[:, 1])))
-        masks, most = self.mask(cu_seqlens), self.size * self.most
-        if self.pad and cu_seqlens[-1] < most:
-            masks = _padded(masks, most - int(cu_seqlens[-1]))
-            cu_seqlens = np.append(cu_seqlens, most)
+        masks, padding = self.mask(cu_seqlens), self.batch_tokens - int(cu_seqlens[-1])
+        if self.pad and padding:
+            masks, cu_seqlens = _padded(masks, padding), np.append(cu_seqlens, self.batch_tokens)
         plan = make_plan(masks, self.num_ranks, cu_seqlens=cu_seqlens, **self.options)
-        if self.pad or most == self.batch_tokens:  # padding already lets ranks hold unequal numbers of tokens
-            return plan
-        assert self.linear_flops is not None
-        groups = self.most * plan.inner  # a group of ranks under Ulysses holds the tokens of all its ranks
-        options = self.options | {"balancer": spread(plan, self.linear_flops, groups)}
-        other = make_plan(masks, self.num_ranks, cu_seqlens=cu_seqlens, **options)
-        equal, unequal = (one_plan(x, self.linear_flops).seconds for x in (plan, other))
-        reason = f"a step of {seconds(unequal)} predicted with unequal tokens, {seconds(equal)} with equal ones"
-        return (other if unequal < equal else plan).replace(reason=f"{plan.reason}; {reason}")
+        return GlobalBatch(pieces, plan, after)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         position: int | None = 0

@@ -6,8 +6,6 @@ by their number of valid tokens.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from typing import Any, Literal
 
@@ -17,13 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention import failure
+from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import Compare, compare_call, compared, plain, scalar, tells_refusals
-from spanwise.batch.token_scores import IGNORE_INDEX, Scoring, check_vocabulary, checked, score
-
-#: Packages of fused kernels, in the order in which "auto" tries them. They have not run on a GPU here;
-#: tests replace them by stand-ins with the same signatures.
-_PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
-FUSED_DEVICE = "cuda"
+from spanwise.batch.token_scores import IGNORE_INDEX, Scoring, check_labels, check_vocabulary, score
 
 
 @tells_refusals
@@ -63,7 +57,8 @@ def cross_entropy(
     tensor(2.0794)
     """
     _check(labels, num_valid, weights)
-    checked(logits, labels, None, None)
+    check_transforms(logits)
+    check_labels(logits, labels, "logits")
     check_vocabulary(labels, logits.shape[-1])
     # Not `score`: on a CPU it takes 1.3 to 5 times as long, because torch fuses the softmax of all logits.
     scores = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
@@ -85,7 +80,6 @@ def linear_cross_entropy(
     softcap: float | None = None,
     bias: torch.Tensor | None = None,
     chunk: int | None = None,
-    kernel: Literal["auto", "chunked", "liger", "cce"] = "auto",
 ) -> torch.Tensor:
     """Cross-entropy of ``hidden @ vocab_weight.T + bias``, without the logits of all tokens.
 
@@ -103,9 +97,6 @@ def linear_cross_entropy(
             `cross_entropy`. ``"none"``: each token's loss ``[…]``, 0 where ignored, with its own gradient.
         num_valid: for "mean", as in `cross_entropy`.
         weights: ``[…]``, of each label, as in `cross_entropy`; "sum" and "none" multiply by them too.
-        kernel: ``"chunked"`` is spanwise's own. ``"liger"`` and ``"cce"`` are fused kernels of Liger-Kernel and
-            cut-cross-entropy, for a whole vocabulary on a CUDA device; Liger's cannot do ``"none"``. ``"auto"`` takes
-            one that is installed and can do what is asked, else ``"chunked"``.
 
     Returns:
         A scalar, the same on every rank, or ``[…]`` for "none"; float32 at least. Without any valid token 0, with
@@ -113,8 +104,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: as `token_logprobs`; a `num_valid` that is not a number of tokens, is 0 with valid labels, or has no
-            use; a kernel that cannot do what is asked.
-        ImportError: a named kernel is not installed.
+            use.
         NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
         spanwise.MismatchError: ranks of `vocab_mesh`, or of `loss_mesh` as in `cross_entropy`, make different calls.
         spanwise.ExchangeError: a rank is gone or too late.
@@ -129,62 +119,12 @@ def linear_cross_entropy(
     if num_valid is not None and reduction != "mean":
         raise ValueError(f'num_valid divides the sum for reduction="mean"; got {num_valid} for {reduction!r}')
     _check(labels, num_valid, weights)
+    name = f'linear_cross_entropy(reduction="{reduction}")'
+    caller, amount = name if weights is None else f"{name}, weighted", None if vocab_mesh is None else num_valid
     scoring = Scoring(softcap=softcap, chunk=chunk, mesh=vocab_mesh)
-    weight, bias = checked(hidden, labels, vocab_weight, bias, scoring)
-    assert weight is not None
-    name, each = f'linear_cross_entropy(reduction="{reduction}")', reduction == "none" or weights is not None
-    ranks = 1 if vocab_mesh is None else vocab_mesh.size()
-    losses = _fused(kernel, hidden, labels, weight, bias, softcap, each, ranks)
-    if losses is None:
-        caller = name if weights is None else f"{name}, weighted"
-        amount = None if vocab_mesh is None else num_valid
-        losses = -score(hidden, labels, weight, bias, scoring, caller, amount)[0]
+    losses = -score(hidden, labels, vocab_weight, bias, scoring, caller, amount)[0]
     facts = {"softcap": plain(softcap)}
     return _over_ranks(name, losses, hidden, labels, loss_mesh, num_valid, weights, reduction, facts)
-
-
-def _fused(
-    kernel: str, x: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    softcap: float | None, each: bool, ranks: int,
-) -> torch.Tensor | None:  # fmt: skip
-    """Losses in float32 by a library's kernel, their sum or `each`; None where spanwise's own code computes them.
-
-    Liger sums the weight's gradient in float32; "cce_exact" leaves no small gradient out.
-    """
-    if kernel not in ("auto", "chunked", *_PACKAGES):
-        raise ValueError(f'kernel must be "auto", "chunked", {", ".join(map(repr, _PACKAGES))}, got {kernel!r}')
-    device, dtype = x.device.type, torch.promote_types(x.dtype, weight.dtype)
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    for name, package in _PACKAGES.items():
-        if kernel not in ("auto", name):
-            continue
-        reasons = {
-            f"needs a {FUSED_DEVICE} device, got hidden on {x.device}": device != FUSED_DEVICE,
-            f"needs the whole vocabulary, got one shared by {ranks} ranks": ranks > 1,
-            f"takes no {dtype}": dtype not in (torch.bfloat16, torch.float16, *[torch.float32] * (name == "liger")),
-            'has no gradients for reduction "none" in all its versions': name == "liger" and each,
-        }
-        why_not = next((reason for reason, holds in reasons.items() if holds), None)
-        if why_not is None and importlib.util.find_spec(package) is not None:
-            break
-        if kernel == name and why_not is not None:
-            raise ValueError(f'kernel "{kernel}" {why_not}; use kernel="chunked"')
-        if kernel == name:
-            raise ImportError(f'kernel "{kernel}" needs the package {package}, which is not installed')
-    else:
-        return None
-    if not x.numel():
-        return None  # a grid of no blocks cannot be launched
-    x, weight = x.to(dtype).contiguous(), weight.to(dtype).contiguous()
-    options: dict[str, Any] = {"bias": None if bias is None else bias.to(dtype), "softcap": softcap}
-    options |= {"ignore_index": IGNORE_INDEX, "reduction": "none" if each else "sum"}
-    with torch.autocast(device, enabled=False):
-        if name == "cce":
-            call = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-            return call(x, weight, labels, impl="cce_exact", **options).float()
-        call = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-        return call(x.flatten(0, -2), weight, labels.flatten(), accum_dtype=torch.float32, **options).float()
 
 
 def _check(labels: torch.Tensor, num_valid: Any, weights: torch.Tensor | None) -> None:

@@ -21,7 +21,7 @@ from spanwise.batch.token_scores import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_batch_dim, check_dim
 from spanwise.layouts.token_tree import TokenTree
-from spanwise.masks.checks import check_offset_rows
+from spanwise.masks.checks import check_index, check_offset_rows
 from spanwise.planning import documents
 from spanwise.planning.plan import Plan
 
@@ -133,7 +133,7 @@ def roll(
         x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim`, `side` as in `unshard`.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
             `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
-            With ``side="kv"`` they are offsets of keys. Compiled code needs them, and a `RankPlan`.
+            With ``side="kv"`` they are offsets of keys.
         tree: in place of documents, the tree of which the plan has the mask. A token gets the one `shifts` before it
             on its path; `shifts` must not be negative, because a token may have several next ones: see `shard_edges`.
 
@@ -146,21 +146,17 @@ def roll(
     >>> spanwise.roll(torch.tensor([[1, 2, 3, 4, 5]]), -1, plan, None, fill_value=-100)
     tensor([[   2, -100,    4,    5, -100]])
     """
-    if not isinstance(shifts, (int, np.integer)):  # not check_index: it would make a graph for each number
-        raise ValueError(f"shifts must be an integer, got {shifts!r}")
+    if torch.compiler.is_compiling():
+        raise ValueError("call roll outside of compiled code: it reads the documents on the host")
+    shifts = check_index(shifts, "shifts")
     check_plan(plan, "roll")
     check_side(side)
     if tree is not None:
         _check_tree(plan, tree, cu_seqlens)
-        parents = torch.from_numpy(tree.parent_tokens(int(shifts)))
+        parents = torch.from_numpy(tree.parent_tokens(shifts))
         source, inside = parents.clamp(min=0), parents[None] >= 0
-    elif torch.compiler.is_compiling():
-        if cu_seqlens is None or not isinstance(plan, RankPlan) or plan.packed:
-            raise ValueError("compiled code rolls with a RankPlan and cu_seqlens; call roll outside of it for the rest")
-        ids = _traced_ids(cu_seqlens, plan.seq_len if side == "q" else plan.kv_len, x.device)
-        source, inside = shifted(ids, shifts)
     else:
-        source, inside = shifted(_ids(_packings(plan, cu_seqlens, side), side), int(shifts))
+        source, inside = shifted(_ids(_packings(plan, cu_seqlens, side), side), shifts)
     local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
     full = gather(plan, local, mesh, x, dim, batch_dim, side)
     rolled = _moved(full, source, inside, dim, batch_dim, fill_value)
@@ -180,23 +176,6 @@ def shifted(ids: torch.Tensor, shifts: int) -> tuple[torch.Tensor, torch.Tensor]
     wanted = torch.arange(ids.shape[1], device=ids.device) - shifts
     source = wanted.clamp(0, max(ids.shape[1] - 1, 0))
     return source, (source == wanted) & (ids[:, source] == ids) & (ids >= 0)
-
-
-def _traced_ids(cu_seqlens: Any, seq_len: int, device: torch.device) -> torch.Tensor:
-    """Document of each token in compiled code, int64 ``[rows, seq_len]``, from offsets as `check_offset_rows` takes.
-
-    The host does not read offsets in tensors: wrong ones stop the program when it runs.
-    """
-    several = len(cu_seqlens.shape) > 1 if hasattr(cu_seqlens, "shape") else not isinstance(cu_seqlens[0], int)
-    at, ids = torch.arange(seq_len, device=device), []
-    for row in cu_seqlens if several else [cu_seqlens]:
-        cu = _torch.to_device(torch.as_tensor(row), device)
-        if cu.dim() != 1 or cu.shape[0] == 0 or cu.is_floating_point():
-            raise ValueError(f"cu_seqlens must be integers [number of documents + 1], got {cu.dtype} {tuple(cu.shape)}")
-        good = (cu[0] == 0) & (cu[-1] == seq_len) & (cu[1:] >= cu[:-1]).all()
-        _torch.assert_async(good, f"cu_seqlens must begin with 0, not decrease, and end with {seq_len}")
-        ids.append(torch.bucketize(at, cu, right=True))
-    return torch.stack(ids)
 
 
 def _moved(

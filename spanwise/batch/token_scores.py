@@ -62,8 +62,8 @@ def token_logprobs(
     """Log-probability of each label, on this rank's tokens; differentiable.
 
     A token's result depends on that token alone, so `unshard` puts the shards of all ranks into the global order.
-    Nothing is communicated, except over `vocab_mesh`. Nothing is scaled: if reducers average parameter gradients over
-    ``n`` ranks, multiply a rank's loss by ``n`` and divide it by a global count.
+    Nothing is scaled: if reducers average parameter gradients over ``n`` ranks, multiply a rank's loss by ``n`` and
+    divide it by a global count.
 
     Args:
         logits: ``[…, V]``, any floating dtype; with a `vocab_weight`, hidden states ``[…, D]``. Computed in float32 at
@@ -71,7 +71,7 @@ def token_logprobs(
         labels: int64 ``[…]``, shifted as `shard_batch` does. −100 is ignored: result 0 and gradient 0, whatever the
             logits hold.
         temperature: logits are divided by it, after the `softcap`.
-        entropy: also return the entropy of each token's distribution.
+        entropy: also return the entropy of each token's distribution, in nats.
         vocab_weight: ``[V, D]``, the weight of the last linear layer. The logits of one chunk of tokens exist at a
             time, in the forward and in the backward, which computes them again.
         bias: ``[V]``, of that layer.
@@ -83,8 +83,7 @@ def token_logprobs(
         chunk: tokens of a chunk; default: about 2^24 logits, 64 MiB.
 
     Returns:
-        Log-probabilities ``[…]``, float32 at least; with `entropy` a pair, log-probabilities and entropies (in nats; 0
-        for ignored labels).
+        Log-probabilities ``[…]``, float32 at least; with `entropy` a pair, log-probabilities and entropies.
 
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit; labels outside the vocabulary, on the CPU (elsewhere
@@ -97,60 +96,64 @@ def token_logprobs(
     >>> spanwise.token_logprobs(torch.zeros(1, 3, 8), torch.tensor([[2, -100, 5]]))
     tensor([[-2.0794,  0.0000, -2.0794]])
     """
-    if softcap is not None and vocab_weight is None:
-        raise ValueError(f"softcap {softcap} needs vocab_weight: a model's logits are capped already")
+    for name, given in (("softcap", softcap), ("bias", bias)):
+        if given is not None and vocab_weight is None:
+            raise ValueError(f"{name} needs vocab_weight: a model's logits contain it already")
     scoring = Scoring(temperature, softcap, entropy, chunk, vocab_mesh)
-    weight, bias = checked(logits, labels, vocab_weight, bias, scoring)
-    logprobs, entropies = score(logits, labels, weight, bias, scoring, "token_logprobs")
+    logprobs, entropies = score(logits, labels, vocab_weight, bias, scoring, "token_logprobs")
     return (logprobs, entropies) if entropy else logprobs
 
 
-def checked(
-    x: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None, scoring: Scoring | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """This rank's rows of the weight and the bias; refuses what one rank sees to be wrong."""
-    mesh = None
-    if scoring is not None:
-        mesh = scoring.mesh
-        check_finite(scoring.temperature, "temperature", positive=True)
-        if scoring.softcap is not None:
-            check_finite(scoring.softcap, "softcap", positive=True)
-        if scoring.chunk is not None:
-            check_positive(scoring.chunk, "chunk")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"vocab_mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pass one of them")
-    if bias is not None and weight is None:
-        raise ValueError("bias needs vocab_weight: a model's logits contain it already")
-    check_transforms(*(t for t in (x, weight, bias) if t is not None))
-    name, size = ("logits", "vocab") if weight is None else ("hidden", "D")
+def check_labels(x: Tensor, labels: Tensor, name: str) -> None:
+    """``ValueError`` for labels that do not fit `x`, logits or hidden states."""
     for what, t in ((name, x), ("labels", labels)):
         if isinstance(t, DTensor):
             raise ValueError(f"{what} must be a plain tensor, got a DTensor {tuple(t.placements)}; use to_local()")
-    if x.shape[:-1] != labels.shape or x.dim() == 0:
-        raise ValueError(f"{name} must be [*labels.shape, {size}], got {tuple(x.shape)}, labels {tuple(labels.shape)}")
+    if x.dim() == 0 or x.shape[:-1] != labels.shape:
+        raise ValueError(f"{name} must be [*labels.shape, dim], got {tuple(x.shape)}, labels {tuple(labels.shape)}")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
-    weight, bias = (_local_rows(t, what, mesh) for t, what in ((weight, "vocab_weight"), (bias, "bias")))
+    check_floating(x, name, labels)
+
+
+def check_floating(x: Tensor, name: str, labels: Tensor) -> None:
+    """``ValueError`` for a tensor that is not floating point on the device of the labels."""
+    if not x.is_floating_point() or x.device != labels.device:
+        raise ValueError(f"{name} must be floating point on {labels.device}, got {x.dtype} on {x.device}")
+
+
+def _own_rows(
+    x: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None, scoring: Scoring
+) -> tuple[Tensor | None, Tensor | None]:
+    """This rank's rows of the weight and the bias, differentiably; ``ValueError`` for what a rank sees to be wrong."""
+    mesh = scoring.mesh
+    check_finite(scoring.temperature, "temperature", positive=True)
+    if scoring.softcap is not None:
+        check_finite(scoring.softcap, "softcap", positive=True)
+    if scoring.chunk is not None:
+        check_positive(scoring.chunk, "chunk")
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"vocab_mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pass one of them")
+    check_transforms(*(t for t in (x, weight, bias) if t is not None))
+    check_labels(x, labels, "logits" if weight is None else "hidden")
+    own: list[Tensor | None] = []
+    for name, t in (("vocab_weight", weight), ("bias", bias)):
+        if isinstance(t, DTensor):
+            if mesh is None or t.device_mesh != mesh or tuple(t.placements) != (Shard(0),):
+                raise ValueError(
+                    f"{name} is a DTensor {tuple(t.placements)} on {t.device_mesh}; it must be Shard(0) on "
+                    f"vocab_mesh, {mesh}. Under FSDP, call this inside the forward of the module that owns the weight"
+                )
+            t = t.to_local()
+        if t is not None:
+            check_floating(t, name, labels)
+        own.append(t)
+    weight, bias = own
     if weight is not None:
         check_shape(weight, "vocab_weight", "vocab", x.shape[-1], like=f" for hidden {tuple(x.shape)}")
     if bias is not None and weight is not None:
         check_shape(bias, "bias", weight.shape[0], like=f" for vocab_weight {tuple(weight.shape)}")
-    for what, given in ((name, x), ("vocab_weight", weight), ("bias", bias)):
-        if given is not None and (not given.is_floating_point() or given.device != labels.device):
-            raise ValueError(f"{what} must be floating point on {labels.device}, got {given.dtype} on {given.device}")
     return weight, bias
-
-
-def _local_rows(x: Tensor | None, what: str, mesh: DeviceMesh | None) -> Tensor | None:
-    """This rank's rows of a weight or bias, differentiably; ``ValueError`` for a DTensor cut otherwise than `mesh`."""
-    if not isinstance(x, DTensor):
-        return x
-    if mesh is None or x.device_mesh != mesh or tuple(x.placements) != (Shard(0),):
-        raise ValueError(
-            f"{what} is a DTensor {tuple(x.placements)} on {x.device_mesh}; it must be Shard(0) on vocab_mesh, {mesh}. "
-            f"Under FSDP, call this inside the forward of the module that owns the weight"
-        )
-    return x.to_local()
 
 
 def score(
@@ -161,11 +164,11 @@ def score(
 
     Args:
         x: hidden states ``[…, D]``, or logits ``[…, V]`` without a weight.
-        weight, bias: from `checked`.
-        caller: in words, equal on the ranks that share the vocabulary: what it does with the scores decides on their
-            gradients.
+        weight, bias: as `token_logprobs` takes them.
+        caller: equal on the ranks that share the vocabulary; its use of the scores decides on their gradients.
         amount: a number of the caller that changes from call to call, also equal; in a tensor it is not compared.
     """
+    weight, bias = _own_rows(x, labels, weight, bias, scoring)
     mesh = None if scoring.mesh is None or scoring.mesh.size() == 1 else scoring.mesh
     rows = x.shape[-1] if weight is None else weight.shape[0]
     first, compare = labels.new_zeros(()), None

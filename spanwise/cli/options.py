@@ -44,20 +44,17 @@ class PlanOptions:
         head_dim: width of a head.
         dtype: of K and V.
         layers: attention layers of a step.
-        ranks: size of the cp axis. Default: the recommendation of --compare-ranks, else 8.
+        ranks: size of the cp axis. Default: 8.
         inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.
         memory_budget: most that a rank may hold for exchanges, all layers; brings in the ring.
         hardware: a preset, or a file that calibrate wrote.
         balancer: how blocks are assigned to ranks.
         exchange: how K/V travel.
         block_size: tokens that are assigned together.
-        compare_ranks: also compare sizes of the cp axis, and recommend one.
         global_batch: also compare the plan over all --ranks with fixed dp × cp grids, where each replica has other
             documents.
         hidden_dim: width inside the feed-forward layers, for the linear layers of --global-batch. Default: 3.5 times
             --heads times --head-dim.
-        max_tokens: most tokens of a rank: --global-batch then also compares a plan in which ranks hold unequal numbers
-            of tokens and take equal seconds.
         advise: a model's config.json: say which CP × DP × TP degrees of --ranks suit it and these documents, a global
             batch, with seconds and memory of a step. No other plan is made; --memory-budget is a device's memory.
         html: file for the report: drawings and all figures, one page.
@@ -82,10 +79,8 @@ class PlanOptions:
     balancer: Balancer = "auto"
     exchange: Exchange = "auto"
     block_size: int = 128
-    compare_ranks: Annotated[tuple[int, ...], _named(metavar="RANKS ...")] = ()
     global_batch: bool = False
     hidden_dim: Count = None
-    max_tokens: Count = None
     advise: Annotated[str | None, _named(metavar="CONFIG")] = None
     html: Output = None
     json: Output = None

@@ -6,7 +6,6 @@ Plans are made exactly as in a training step, without a process group or an acce
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -16,13 +15,11 @@ from spanwise.advice.advise import advise
 from spanwise.cli.lengths import SEQ_LIMIT, choose_sequence
 from spanwise.cli.options import PlanOptions
 from spanwise.cli.output import check_sizes, check_writable, load_hardware, working, write_text
-from spanwise.cli.report.compare import compare
 from spanwise.cli.report.plan_page import Report
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.grids import Grid, compare_grids
 from spanwise.planning.make_plan import make_plan
-from spanwise.planning.plan import Plan
 
 #: Most ranks: reports hold tables of ranks × ranks, and draw one.
 RANKS_LIMIT = 1024
@@ -35,7 +32,6 @@ _LARGEST = {
     "head_dim": 4096,
     "block_size": SEQ_LIMIT,
     "hidden_dim": 2**22,
-    "max_tokens": SEQ_LIMIT,
     "memory_budget": 2**63 - 1,
 }
 
@@ -46,27 +42,32 @@ def plan(options: PlanOptions, command: str = "spanwise plan") -> int:
     hardware = load_hardware(options.hardware)
     cu_seqlens, source = choose_sequence(options)
     tokens = int(cu_seqlens[-1])
-    degrees = sorted(set(options.compare_ranks))
-    for number in (*degrees, options.ranks):
-        if number is not None and not 1 <= number <= min(RANKS_LIMIT, tokens):
-            raise ValueError(
-                f"--ranks and --compare-ranks must be between 1 and {min(RANKS_LIMIT, tokens):,} for a sequence of "
-                f"{tokens:,} tokens ({RANKS_LIMIT:,} ranks at most, a token for each), got {number:,}"
-            )
+    ranks, most = min(8, tokens) if options.ranks is None else options.ranks, min(RANKS_LIMIT, tokens)
+    if not 1 <= ranks <= most:
+        raise ValueError(f"--ranks must be between 1 and {most:,} for a sequence of {tokens:,} tokens, got {ranks:,}")
     if options.advise is not None:
         return _advise(options.advise, options, hardware, np.diff(cu_seqlens))
+    inner = options.inner
+    if inner < 1 or ranks % inner or options.heads % inner:
+        raise ValueError(
+            f"--inner must divide the ranks and --heads, got {inner}, {ranks} ranks and {options.heads} heads"
+        )
     masks, weights = build_masks(options, cu_seqlens)
-
-    @functools.cache
-    def plan_for(num_ranks: int) -> Plan:
-        return _make_plan(options, masks, weights, num_ranks, hardware, cu_seqlens)
-
+    shared: dict[str, Any] = {
+        "weights": weights, "hardware": hardware, "balancer": options.balancer, "exchange": options.exchange,
+        "block_size": options.block_size, "num_q_heads": options.heads, "num_kv_heads": options.kv_heads,
+        "head_dim": options.head_dim, "dtype": options.dtype,
+    }  # fmt: skip
+    grids: tuple[Grid, ...] = ()
     with working(f"planning {tokens:,} tokens"):
-        comparison = compare(plan_for, degrees) if degrees else None
-        ranks = options.ranks or (comparison.best if comparison else min(8, tokens))
-        chosen = plan_for(ranks)
-        grids = _grids(options, chosen, cu_seqlens) if options.global_batch else ()
-    report = Report(chosen, source, command, comparison, grids)
+        mesh = ranks if inner == 1 else (ranks // inner, inner)
+        chosen = make_plan(masks, mesh, cu_seqlens=cu_seqlens, memory_budget=options.memory_budget, **shared)
+        if options.global_batch:
+            grids = compare_grids(
+                np.diff(cu_seqlens), ranks, whole=chosen, linear_flops=options.layers * _linear_flops(options),
+                mask=lambda offsets: build_masks(options, offsets)[0], **shared,
+            )  # fmt: skip
+    report = Report(chosen, source, command, grids)
     print(report.text())
     write_text(options.json, lambda: json.dumps(report.as_dict(), indent=1) + "\n")
     write_text(options.html, report.html)
@@ -97,67 +98,9 @@ def _check(options: PlanOptions) -> None:
             f"--global-batch compares plans without --memory-budget, got {options.memory_budget:,}; leave it out and "
             f'read the column "held"'
         )
-    for name in ("hidden_dim", "max_tokens"):
-        if not options.global_batch and (value := getattr(options, name)) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} {value:,} is for --global-batch; add that")
+    if options.hidden_dim is not None and not options.global_batch:
+        raise ValueError(f"--hidden-dim {options.hidden_dim:,} is for --global-batch; add that")
     check_writable(options.html, options.json)
-
-
-def _make_plan(
-    options: PlanOptions,
-    masks: dict[str, SpanMask],
-    weights: dict[str, float],
-    num_ranks: int,
-    hardware: Hardware,
-    cu_seqlens: np.ndarray,
-) -> Plan:
-    """The plan of the options on `num_ranks` ranks. One rank, which others are compared with, trades no heads."""
-    inner = options.inner if num_ranks > 1 else 1
-    if inner < 1 or num_ranks % inner or options.heads % inner:
-        numbers = f"{options.inner}, {num_ranks} ranks and {options.heads} heads"
-        raise ValueError(f"--inner must divide the ranks and --heads, got {numbers}")
-    return make_plan(
-        masks,
-        num_ranks if inner == 1 else (num_ranks // inner, inner),
-        weights=weights,
-        hardware=hardware,
-        cu_seqlens=cu_seqlens,
-        memory_budget=options.memory_budget,
-        **_shared(options),
-    )
-
-
-def _shared(options: PlanOptions) -> dict[str, Any]:
-    """Arguments of `make_plan` that one plan and the plans of grids have alike."""
-    return {
-        "balancer": options.balancer,
-        "exchange": options.exchange,
-        "block_size": options.block_size,
-        "num_q_heads": options.heads,
-        "num_kv_heads": options.kv_heads,
-        "head_dim": options.head_dim,
-        "dtype": options.dtype,
-    }
-
-
-def _grids(options: PlanOptions, whole: Plan, cu_seqlens: np.ndarray) -> tuple[Grid, ...]:
-    """The plan over all ranks, and every grid of as many."""
-    if options.max_tokens is not None and options.max_tokens * whole.num_ranks < whole.seq_len:
-        raise ValueError(
-            f"{whole.seq_len:,} tokens do not fit on {whole.num_ranks} ranks of --max-tokens {options.max_tokens:,}; "
-            f"give at least {-(-whole.seq_len // whole.num_ranks):,}"
-        )
-    return compare_grids(
-        np.diff(cu_seqlens),
-        whole.num_ranks,
-        linear_flops=options.layers * _linear_flops(options),
-        mask=lambda offsets: build_masks(options, offsets)[0],
-        whole=whole,
-        max_tokens=options.max_tokens,
-        weights=whole.weights,
-        hardware=whole.hardware,
-        **_shared(options),
-    )
 
 
 def _linear_flops(options: PlanOptions) -> float:

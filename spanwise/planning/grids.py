@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from spanwise.hardware import attention_flops
-from spanwise.layouts.spread import Spread
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.checks import check_lengths, check_positive
 from spanwise.masks.span_mask import SpanMask
@@ -25,7 +23,7 @@ from spanwise.planning import memory
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 
-IN_ORDER, LONGEST_FIRST, ONE_PLAN, UNEQUAL = "in order", "longest first", "one plan", "one plan, unequal tokens"
+IN_ORDER, LONGEST_FIRST, ONE_PLAN = "in order", "longest first", "one plan"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,7 +32,7 @@ class Grid:
 
     Attributes:
         dp, cp: replicas, and ranks that share the documents of one.
-        assignment: "in order" or "longest first"; "one plan" where cp is all ranks, or "one plan, unequal tokens".
+        assignment: "in order" or "longest first"; "one plan" where cp is all ranks.
         work: (query, key) pairs of each rank, all masks by weight; `tokens`: tokens it holds; ``[ranks]`` each.
         attention, linear: predicted seconds that each rank computes in a step, forward and backward; ``[ranks]``.
         exposed: seconds in which each rank waits for the exchange of its replica; ``[ranks]``.
@@ -84,7 +82,6 @@ def compare_grids(
     mask: Callable[[Int64], Any] = SpanMask.documents,
     weights: Mapping[str, float] | None = None,
     whole: Plan | None = None,
-    max_tokens: int | None = None,
     **options: Any,
 ) -> tuple[Grid, ...]:
     """Every grid with a cp degree that divides `num_ranks`, and one plan over all ranks.
@@ -99,12 +96,10 @@ def compare_grids(
         mask: from the offsets of documents to a mask, or to masks by name; default: causal.
         weights: layers that use each mask, as in `make_plan`.
         whole: the plan over all ranks, if it was made.
-        max_tokens: most tokens of a rank, for one plan with unequal tokens (`Spread`); None: leave that one out.
         options: for `make_plan`, with the attention's shape.
 
     Returns:
-        One plan first, with unequal tokens too if asked for; then the grids from the largest cp to 1, each in order and
-        longest first.
+        One plan first; then the grids from the largest cp to 1, each in order and longest first.
 
     >>> import spanwise
     >>> shape = dict(num_q_heads=8, num_kv_heads=2, head_dim=64)
@@ -122,16 +117,13 @@ def compare_grids(
     if len(documents) == 0:
         raise ValueError("a comparison needs a document with a token, got none")
 
-    def plan(which: Int64, ranks: int, **changes: Any) -> Plan:
+    def plan(which: Int64, ranks: int) -> Plan:
         cu_seqlens = np.append(0, np.cumsum(documents[which]))
-        return make_plan(mask(cu_seqlens), ranks, weights=weights, cu_seqlens=cu_seqlens, **options | changes)
+        return make_plan(mask(cu_seqlens), ranks, weights=weights, cu_seqlens=cu_seqlens, **options)
 
     every = np.arange(len(documents))
     one = whole or plan(every, size)
     found = [one_plan(one, linear_flops)]
-    if max_tokens is not None:
-        other = plan(every, size, balancer=spread(one, linear_flops, max_tokens))
-        found.append(one_plan(other, linear_flops, UNEQUAL))
     work = _work_of_documents(one, documents)
     for cp in (degree for degree in range(size - 1, 0, -1) if size % degree == 0):
         dp = size // cp
@@ -143,20 +135,9 @@ def compare_grids(
     return tuple(found)
 
 
-def one_plan(plan: Plan, linear_flops: float, assignment: str = ONE_PLAN) -> Grid:
+def one_plan(plan: Plan, linear_flops: float) -> Grid:
     """The figures of a plan over all ranks."""
-    return grid_of(1, plan.num_ranks, assignment, [plan], linear_flops)
-
-
-def spread(plan: Plan, linear_flops: float, max_tokens: int) -> Spread:
-    """The balancer of unequal tokens that balances the step of a model with this plan's attention and hardware."""
-    plan.require_shape("a balancer of seconds")
-    heads, _, qk_dim, v_dim = plan.attention_shape
-    rates = {False: plan.hardware.attention_flops, True: plan.hardware.attention_backward_flops}
-    pair = sum(attention_flops(1.0, heads, qk_dim, v_dim, backward=b) / rate for b, rate in rates.items())
-    size = plan.hardware.links[0].ranks
-    host_size = max(size // plan.inner, 1) if size else None
-    return Spread(pair, linear_flops / plan.hardware.matmul_flops, max_tokens, host_size)
+    return grid_of(1, plan.num_ranks, ONE_PLAN, [plan], linear_flops)
 
 
 def in_order(documents: Int64, dp: int) -> Int64:

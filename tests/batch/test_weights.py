@@ -63,7 +63,7 @@ def test_equal_weights_are_none_and_no_weight_is_a_loss_of_0() -> None:
     [
         *(([[1, 2]], {"dtype": dtype}, f"labels must be int64, got {dtype}") for dtype in (torch.float32, torch.int32)),
         ([[1, -100], [0, 9]], {}, r"labels must be -100 or in \[0, 8\); labels\[1, 1\] is 9"),
-        ([[1, 2, 3]], {"shape": (1, 2, 8)}, r"logits must be \[\*labels.shape, vocab\], got \(1, 2, 8\)"),
+        ([[1, 2, 3]], {"shape": (1, 2, 8)}, r"logits must be \[\*labels.shape, dim\], got \(1, 2, 8\)"),
         *(([[1]], {"num_valid": n}, f"num_valid must be a number of tokens, got {n!r}") for n in ("3", -1, math.nan)),
     ],
 )

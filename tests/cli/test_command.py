@@ -39,7 +39,7 @@ def test_help_shows_the_values() -> None:
     said = run("verify", "--help").said
     assert "--exchange {auto,all_gather,needed,hierarchical,ring,ulysses}" in said
     said = run("plan", "--help").said
-    assert "--window LEFT [RIGHT]" in said and "--compare-ranks RANKS" in said and "--no-global-batch" not in said
+    assert "--window LEFT [RIGHT]" in said and "--no-global-batch" not in said
     assert set(app.COMMANDS) <= set(run("--help").said.split()) and run().said == run("--help").said
 
 
@@ -57,7 +57,7 @@ def test_values_are_those_of_the_package() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "plan --balancer best", "plan --exchange pigeon", "plan --dtype int8", "plan --compare-ranks 2 x",
+        "plan --balancer best", "plan --exchange pigeon", "plan --dtype int8", 
         "plan --window 1 2 3", "plan --seq-len 5.5", "overlap --device tpu", "overlap --exchange ring",
         "verify --dtype int8", "verify --balancer best",
         "calibrate --kernel fast", "plan --nonsense", "train",

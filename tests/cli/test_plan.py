@@ -18,7 +18,7 @@ from spanwise.cli import plan as plan_command
 from spanwise.cli.lengths import SEQ_LIMIT, choose_sequence, read_lengths
 from spanwise.cli.options import PlanOptions
 from spanwise.cli.plan import build_masks
-from spanwise.cli.report.compare import _recommend, compare, summary
+from spanwise.cli.report.plan_page import summary
 from spanwise.planning.grids import compare_grids
 from tests.cli.commands import figures_of, run, write
 
@@ -130,50 +130,13 @@ def test_masks_of_layers() -> None:
     assert build_masks(PlanOptions(window=(8, 3), bidirectional=True), cu)[0] == {"default": both}
 
 
-# ---------------------------------------------------------------- choosing a degree
-
-
-def degree(ranks: int, seconds: float) -> dict[str, float]:
-    speedup = 8.0 / seconds
-    return {"ranks": ranks, "total_seconds": seconds, "speedup": speedup, "efficiency": speedup / ranks}
-
-
-def test_the_largest_efficient_degree_is_recommended() -> None:
-    best, reason = _recommend((degree(2, 4.1), degree(4, 2.4), degree(8, 1.6)))
-    assert best == 4 and "3.3 × at 83%" in reason and "8 ranks are 1.50 × as fast at 62%" in reason
-    best, reason = _recommend((degree(8, 1.8), degree(16, 1.9)))
-    assert best == 8 and "no degree keeps 80%" in reason and "56%" in reason
-    best, reason = _recommend((degree(4, 2.0), degree(8, 2.5)))
-    assert best == 4 and "8 ranks are 0.80 × as fast" in reason
-    assert "more ranks were not compared" in _recommend((degree(4, 2.0),))[1]
-
-
-def test_comparison_is_the_plans_own() -> None:
-    mask = SpanMask.documents([0, 900, 1000, 4096])
-
-    def plan_for(ranks: int) -> Any:
-        return make_plan(mask, ranks, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=32, weights={"default": 3})
-
-    comparison = compare(plan_for, (1, 4))
-    rows, plan = comparison.degrees, plan_for(4)
-    predicted = plan.predict()
-    assert rows[0]["speedup"] == rows[0]["efficiency"] == 1 and rows[0]["recv_bytes"] == 0
-    assert rows[1]["total_seconds"] == predicted["total"]
-    assert rows[1]["exposed_seconds"] == predicted["exposed_forward"] + predicted["exposed_backward"]
-    assert rows[1]["speedup"] == plan_for(1).predict()["total"] / predicted["total"] == 4 * rows[1]["efficiency"]
-    assert rows[1]["imbalance"] == plan.imbalance() and rows[1]["recv_bytes"] == 3 * plan.recv_bytes().max()
-    assert rows[1]["kv_bytes"] == ((plan.layout.tokens_per_rank + plan.recv_tokens()) * 2 * 128 * 2).max()
-    lines = str(comparison.table()).splitlines()
-    assert [line.startswith("→") for line in lines[2:4]] == [comparison.best == 1, comparison.best == 4]
-
-
 # ---------------------------------------------------------------- the command
 
 
 def test_command_from_lengths_to_files(tmp_path: Path) -> None:
     path = write(tmp_path / "docs of a run.json", "[700, 60, 1288, 52, 1996]")
     arguments = ["--documents", path, "--ranks", "4", "--layers", "6", "--window", "200", "--window-layers", "4"]
-    arguments += ["--block-size", "32", "--compare-ranks", "4", "2", "2", "--html", str(tmp_path / "o.html")]
+    arguments += ["--block-size", "32", "--html", str(tmp_path / "o.html")]
     done, figures = figures_of(tmp_path / "o.json", "plan", *arguments)
     offsets = [0, 700, 760, 2048, 2100, 4096]
     masks, weights = build_masks(PlanOptions(layers=6, window=(200,), window_layers=4), np.array(offsets))
@@ -181,7 +144,6 @@ def test_command_from_lengths_to_files(tmp_path: Path) -> None:
     assert figures["fingerprint"] == plan.fingerprint and figures["predicted_seconds"] == plan.predict()
     assert figures["document_tokens"] == np.diff(offsets).tolist()
     assert figures["tokens_per_rank"] == plan.layout.tokens_per_rank.tolist()
-    assert [row["ranks"] for row in figures["compare_ranks"]["degrees"]] == [2, 4]
     for row in figures["masks"]:
         name = row["name"]
         assert row["work_pairs"] == plan.work(name).tolist() and row["local_pairs"] == plan.local_work(name).tolist()
@@ -194,7 +156,7 @@ def test_command_from_lengths_to_files(tmp_path: Path) -> None:
         assert (row["layers"], row["imbalance"]) == (weights[name], plan.imbalance(name))
         assert len(row["timeline"]) == len(plan.timeline(name).intervals)
     assert plan.explain() in done.out, "the text of a plan is that of Plan.explain"
-    assert "5 documents of 52 to 1,996 tokens, median 700" in done.out and "Ranks compared" in done.out
+    assert "5 documents of 52 to 1,996 tokens, median 700" in done.out
     assert plan.fingerprint in (tmp_path / "o.html").read_text()
     assert shlex.split(figures["command"])[:-2] == ["spanwise", "plan", *arguments]
 
@@ -210,9 +172,7 @@ def test_commands_and_functions_have_one_default_hardware(tmp_path: Path) -> Non
 
 
 def test_command_without_ranks(tmp_path: Path) -> None:
-    given = ("plan", "--seq-len", 8192, "--compare-ranks", 2, 4, "--hardware", "CPU")
-    _, figures = figures_of(tmp_path / "o.json", *given)
-    assert figures["ranks"] == figures["compare_ranks"]["best"]
+    _, figures = figures_of(tmp_path / "o.json", "plan", "--seq-len", 8192, "--hardware", "CPU")
     assert figures["hardware"] == spanwise.CPU_HOST.to_dict()
     assert (figures["documents"], figures["tokens"]) == (1, 8192)
     assert figures_of(tmp_path / "o.json", "plan", "--seq-len", 5)[1]["ranks"] == 5
@@ -232,8 +192,6 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     least = plan.replace(exchange="ring").resident_bytes().max()
     _, figures = figures_of(out, *sequence, "--ranks", 4, "--memory-budget", least)
     assert figures["exchange"] == "ring"
-    done, _ = figures_of(out, *sequence, "--compare-ranks", 2, 4, "--inner", 2, "--exchange", "ring")
-    assert done.said.count("heads traded (Ulysses) among 2 ranks") >= 2
 
 
 def test_one_plan_and_grids(tmp_path: Path) -> None:
@@ -251,11 +209,6 @@ def test_one_plan_and_grids(tmp_path: Path) -> None:
     assert (
         "→ 1 × 4" in done.said and "4 × 1 longest first" in done.said and summary(grids[:1]) == "one rank has no grids"
     )
-    done, figures = figures_of(out, *options, "--max-tokens", 6000)
-    unequal = figures["grids"][1]
-    assert (unequal["assignment"], unequal["dp"]) == ("one plan, unequal tokens", 1) and max(unequal["tokens"]) <= 6000
-    done = run(*options, "--max-tokens", 2000)
-    assert done.status == 2 and "do not fit on 4 ranks of --max-tokens 2,000; give at least 3,000" in done.err
 
 
 def test_counts_of_the_largest_options_fit_their_integers() -> None:
@@ -293,10 +246,8 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
         ("--seq-len 99 --ranks 6 --inner 3", "--inner must divide the ranks and --heads, got 3, 6 ranks and 32 heads"),
         ("--seq-len 99 --exchange ulysses --ranks 6", "32.* 6"),
         ("--seq-len 99 --exchange ulysses --inner 2", "Ulysses"),
-        ("--seq-len 99 --ranks 0", "between 1 and 99 for a sequence of 99 tokens .* got 0"),
+        ("--seq-len 99 --ranks 0", "between 1 and 99 for a sequence of 99 tokens, got 0"),
         ("--seq-len 9999 --ranks 200000", "between 1 and 1,024 .* got 200,000"),
-        ("--seq-len 9999 --compare-ranks 2 200000", "between 1 and 1,024 .* got 200,000"),
-        ("--seq-len 99 --compare-ranks 0 2", "--compare-ranks .* got 0"),
         ("--seq-len 99 --hardware h1000", "cannot read --hardware 'h1000': No such file.* or one of h100, h200"),
         ("--seq-len 99 --hardware {tmp}/d.csv", r"d\.csv is not a file written by Hardware\.save"),
         ("--seq-len 99 --html {tmp}/none/o.html", r"cannot write .*none/o\.html: name a file in a folder that exists"),
@@ -304,7 +255,6 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
         ("--seq-len 99 --json {tmp}", "cannot write .*: name a file in a folder that exists"),
         ("--seq-len 99 --global-batch --inner 2", "--global-batch compares plans without --inner, got --inner 2"),
         ("--seq-len 99 --global-batch --memory-budget 5", "--global-batch compares plans without --memory-budget"),
-        ("--seq-len 99 --max-tokens 5", "--max-tokens 5 is for --global-batch"),
         ("--seq-len 99 --hidden-dim 5", "--hidden-dim 5 is for --global-batch"),
     ],
 )

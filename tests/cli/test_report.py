@@ -193,11 +193,6 @@ def test_page_and_text_show_what_others_wrote() -> None:
     assert (title.get("id"), text.text, rect[0].text) == (f"{HOSTILE.strip()}-title", HOSTILE, HOSTILE)
 
 
-def test_reports_refuse_batches() -> None:
-    with pytest.raises(ValueError, match="one sequence, and the plan has 2 batch rows"):
-        Report(plan_of(SpanMask.stack([MASKS["causal"], MASKS["documents"]])), "a file", "spanwise plan")
-
-
 def test_units() -> None:
     assert [units.seconds(x) for x in (0, 1.234e-6, 0.9996e-3, 0.0123, 9.74, 120.0)] == [
         "0", "1.23 µs", "1.00 ms", "12.3 ms", "9.74 s", "120 s",

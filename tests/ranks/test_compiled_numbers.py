@@ -1,4 +1,4 @@
-"""Numbers and document offsets that are arguments of compiled code: torch makes symbols of them under dynamic=True."""
+"""Numbers that are arguments of compiled code: torch makes symbols of them under dynamic=True."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tests.ranks.gloo import GlooPool
 pytestmark = pytest.mark.compiles
 
 LENGTH = 12
-CU = [0, 5, LENGTH]
-QUICK = ("count", "documents in a tensor")
-NAMES = (*QUICK, "attention", "gated_linear", "gated_delta", "scores", "loss", "roll", "documents", "rows of documents")
+QUICK = ("count",)
+NAMES = (*QUICK, "attention", "gated_linear", "gated_delta", "scores", "loss")
 
 
 def three(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,18 +50,6 @@ def doors(mesh: DeviceMesh) -> dict[str, tuple[Callable[[torch.Tensor, Any], tor
         "loss": (lambda x, n: loss(x[:, :, 0], weight, labels, loss_mesh=mesh, softcap=n), numbers, None),
         # Another number of tokens is no other graph: it changes in every step.
         "count": (lambda x, n: spanwise.cross_entropy(x[:, :, 0], labels % 4, mesh, num_valid=n), [9.0, 8.5], 1),
-        "roll": (lambda x, n: spanwise.roll(x, n, local, cu_seqlens=CU, fill_value=7.0), [-1, 2], 1),
-        "documents": (lambda x, cu: spanwise.roll(x, -1, local, cu_seqlens=cu), [CU, [0, 7, LENGTH]], None),
-        "rows of documents": (
-            lambda x, cu: spanwise.roll(x, -1, local, cu_seqlens=cu),
-            [[CU, [0, 3, 7, LENGTH]]],
-            None,
-        ),
-        "documents in a tensor": (
-            lambda x, cu: spanwise.roll(x, -1, local, cu_seqlens=cu),
-            [torch.tensor(CU), torch.tensor([0, 7, LENGTH])],
-            1,
-        ),
     }
 
 
@@ -74,7 +61,7 @@ def differences(rank: int, mesh: DeviceMesh, name: str, backend: str) -> tuple[l
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     apart = []
     for value in values:
-        x = torch.randn(2 if "rows" in name else 1, LENGTH // mesh.size(), 2, 4, dtype=torch.float64)
+        x = torch.randn(1, LENGTH // mesh.size(), 2, 4, dtype=torch.float64)
         x, weight, results = x.requires_grad_(), torch.randn(()), []
         for run in (compiled, call):
             out = run(x.to(torch.float32) if name in ("scores", "loss") else x, value)
@@ -92,19 +79,6 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_numbers_and_offsets_are_arguments(gloo_pool: GlooPool, name: str, backend: str) -> None:
+def test_numbers_are_arguments(gloo_pool: GlooPool, name: str, backend: str) -> None:
     for apart, too_many in gloo_pool.run(2, differences, name, backend):
         assert max(apart) < 1e-6 and not too_many
-
-
-def wrong_offsets(rank: int, mesh: DeviceMesh) -> str:
-    call, _, _ = doors(mesh)["documents"]
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError) as raised:
-        torch.compile(call, fullgraph=True, backend="eager")(torch.zeros(1, LENGTH // 2, 2), torch.tensor([0, 5, 11]))
-    return str(raised.value)
-
-
-def test_wrong_offsets_stop_compiled_code(gloo_pool: GlooPool) -> None:
-    for text in gloo_pool.run(2, wrong_offsets):
-        assert "cu_seqlens must begin with 0, not decrease, and end with 12" in text
