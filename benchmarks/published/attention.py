@@ -47,6 +47,7 @@ class Method:
     padded: bool = False
     fused: bool = True
     hierarchical: bool = False
+    double: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +83,12 @@ def method_of(words: str, ranks: int, host: int = 8) -> Method:
         return Method("zigzag")
     if two or hybrid:
         ulysses, ring = (int(n) for n in (two or hybrid).groups())  # type: ignore[union-attr]
-        return Method("gather" if "allgather" in text else "zigzag", ring, ulysses, padded)
+        style = "gather" if "allgather" in text else "zigzag"
+        return Method(style, ring, ulysses, padded, double="loongtrain" in text)
     if text.startswith("magi"):
         return Method("magi", ranks, hierarchical="native" in text)
     if text in ("usp", "loongtrain"):
-        return Method("zigzag", max(1, ranks // host), min(ranks, host), padded)
+        return Method("zigzag", max(1, ranks // host), min(ranks, host), padded, double=text == "loongtrain")
     if "ulysses" in text or "a2a" in text:
         return Method("zigzag", 1, ranks, padded)
     if "dcp" in text:
@@ -133,7 +135,7 @@ def _pack_seconds(problem: Problem, pack: tuple[int, ...], method: Method, backw
     merge = (_MERGE_PADDED[backward] if method.padded else merge) * _copy(problem, tokens * problem.heads)
     step = each + (copies + merge) * calls
     overlapped = max(step + CONTENTION * min(hop, step), hop)
-    last = hop if backward else 0.0  # the last gradients travel home
+    last = hop * (2 if method.double else 1) if backward else 0.0  # gradients travel home; a window's wait before
     return trade + max(first + copies, hop) + (method.ring - 1) * overlapped + (last if method.ring > 1 else 0.0)
 
 

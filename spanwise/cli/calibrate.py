@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from spanwise.advice.advise import MEASURED, NOMINAL
 from spanwise.attention.kernels.table import resolve
 from spanwise.calibrate.measure import Calibration, measure
 from spanwise.cli.options import CalibrateOptions
@@ -84,6 +85,11 @@ def show(result: Calibration) -> None:
         for row in rows
     ]
     print(Table(f"{hardware.name}, measured in {result.seconds:.1f} s", columns, shown))
+    (low, _, high), (nominal_low, _, nominal_high) = MEASURED, NOMINAL
+    print(
+        f"Of published steps nine tenths took {low:.2f} to {high:.2f} times what fitted rates predict, and "
+        f"{nominal_low:.2f} to {nominal_high:.2f} times what nominal ones do; `spanwise plan --advise` says so."
+    )
 
 
 def _fit(errors: list[float]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from spanwise.advice.advise import MEASURED
 from spanwise.calibrate.fit import AttentionCall, Sample, fit_attention, fit_link
 from spanwise.calibrate.links import SMALLEST
 from spanwise.calibrate.measure import Calibration, measure
@@ -197,6 +198,7 @@ def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show(Calibration(hardware, samples, 12.34))
     printed = capsys.readouterr().out
     assert "my [/cluster] a[red]b, measured in 12.3 s" in printed
+    assert f"{MEASURED[2]:.2f} times what fitted rates predict" in printed  # by how much it narrows intervals
     assert "399.4 GFLOP/s" in printed and "20.0%, 30.0% of 2 samples" in printed
     inside, between = (next(line for line in printed.splitlines() if link in line) for link in ("inside", "between"))
     assert "1,000.0 MB/s a rank, 200 µs" in inside and "416.7 MB/s a rank" in between
