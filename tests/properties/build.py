@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,6 +10,12 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import spanwise
 from spanwise import AuxRequest, Packing, Plan, SpanMask
@@ -152,28 +159,82 @@ def _score_mod(kind: str, heads: int) -> Callable[..., torch.Tensor]:
     return score_mod
 
 
+Call = Callable[..., Any]
+"""Attention of q, k, v and sinks: out and aux."""
+
+
+def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy of a selective checkpoint."""
+    keep = op is torch.ops.spanwise.sdpa.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _styled(style: str, call: Call, given: list[Any]) -> Any:
+    """Out and aux of ``call(*given)``, made as the style says."""
+    if style == "checkpoint":
+        return checkpoint(call, *given, use_reentrant=False)
+    if style == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_attention)
+        with set_checkpoint_early_stop(False):
+            return checkpoint(call, *given, use_reentrant=False, context_fn=contexts)
+    if style == "offloaded":
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            return call(*given)
+    if style == "inference first":
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                assert not call(*(None if x is None else x.detach().clone() for x in given))[0].requires_grad
+    if style.startswith("compiled"):
+        torch._dynamo.reset()
+        return torch.compile(call, backend=style.removeprefix("compiled by "), fullgraph=True)(*given)
+    return call(*given)
+
+
 def on_rank(rank: int, mesh: DeviceMesh | None, case: Case, plan: Plan, inputs: Inputs) -> dict[str, torch.Tensor]:
     """One rank's results by name: out, lse, max_logit and the gradients that the case asks for."""
     q, grad_out, grad_lse = (_shard(x, "q", case, plan, mesh) for x in (inputs.q, inputs.grad_out, inputs.grad_lse))
     k, v = (_shard(x, "kv", case, plan, mesh) for x in (inputs.k, inputs.v))
-    leaves = [x.detach().requires_grad_(case.gradients) for x in (q, k, v)]
+    wanted = [i for i in range(3) if case.gradients and (case.style != "some" or case.seed >> i & 1)]
+    leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
     sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_(case.gradients)
     attend: Any = spanwise.packed_attention if case.packed else spanwise.context_parallel_attention
-    out, aux = attend(
-        *leaves, plan.local(mesh) if case.rank_plan else plan, None if case.rank_plan else mesh, mask_name=case.mask,
-        scale=case.scale, kernel=case.kernel, score_mod=_score_mod(case.bias, case.heads[0]) if case.bias else None,
-        softcap=case.softcap, sinks=sinks, return_aux=AuxRequest(lse=case.lse, max_logit=case.max_logit),
-    )  # fmt: skip
+    given, where = (plan.local(mesh), None) if case.rank_plan else (plan, mesh)
+    score_mod = _score_mod(case.bias, case.heads[0]) if case.bias else None
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return attend(
+            q, k, v, given, where, mask_name=case.mask, scale=case.scale, kernel=case.kernel, score_mod=score_mod,
+            softcap=case.softcap, sinks=sinks, return_aux=AuxRequest(lse=case.lse, max_logit=case.max_logit),
+        )  # fmt: skip
+
+    pending = torch._C._distributed_c10d._get_work_registry_size()
+    other = call(*(x.detach().flip(-1).requires_grad_() for x in leaves), sinks)[0] if case.style == "layers" else None
+    out, aux = _styled(case.style, call, [*leaves, sinks])
     found = {"out": out, **({"lse": aux.lse} if case.lse else {})}
-    if case.gradients:
-        cotangents = {"out": grad_out, "lse": grad_lse.to(aux.lse.dtype) if case.lse else None}
-        torch.autograd.backward(list(found.values()), [cotangents[name] for name in found])
-        found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True)}
+    learned = {name: leaves[i] for i, name in enumerate(("dq", "dk", "dv")) if i in wanted}
+    learned |= {"dsinks": sinks} if case.gradients and sinks is not None else {}
+    gradients = {}
+    if learned:
+        grad_lse = grad_lse.to(aux.lse.dtype) if case.lse else grad_lse
+        cotangents = [{"out": grad_out, "lse": grad_lse}[name] for name in found]
+        of = functools.partial(torch.autograd.grad, list(found.values()), list(learned.values()))
+        if case.style == "twice":
+            of(cotangents, retain_graph=True)
+            grads = [x / 2 for x in of([2 * x for x in cotangents])]
+        else:
+            grads = of(cotangents)
+        gradients = dict(zip(learned, grads, strict=True))
+    if other is not None:
+        other.sum().backward()
+    # A started exchange that nobody waits for would keep its buffers until the process ends. Threads share the count.
+    own_process = mesh is not None and "gloo" in mesh.get_group(0).name()
+    assert not own_process or torch._C._distributed_c10d._get_work_registry_size() == pending
+    dsinks = gradients.pop("dsinks", None)
+    found |= gradients
     if case.packed:
         found = {name: x.transpose(0, 1) if x.dim() == 3 else x for name, x in found.items()}
         found = {name: x[None] for name, x in found.items()}
-    if case.gradients and sinks is not None:
-        found["dsinks"] = sinks.grad
+    found |= {} if dsinks is None else {"dsinks": dsinks}
     if case.max_logit:
         found["max_logit"] = aux.max_logit
     return {name: x.detach() for name, x in found.items()}

@@ -16,6 +16,7 @@ from tests.properties.cells import MaskCase, cells
 from tests.properties.masks import Rng, cuts, random_batch, random_mask, random_packing
 
 EXCHANGES = ("needed", "all_gather", "hierarchical", "ring", "ulysses", "auto")
+STYLES = ("eager", "checkpoint", "selective", "offloaded", "inference first", "layers", "twice", "some")
 BALANCERS = ("contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local", "auto")
 
 
@@ -37,6 +38,7 @@ class Case:
         sinks: logits a head that join the softmax; 0: none.
         lse, max_logit: whether the call asks for lse (with a cotangent) and max_logit.
         rank_plan: whether the call takes ``plan.local(…)`` instead of the plan.
+        style: how it is called: under a checkpoint, compiled, …; `build` has them.
         gradients: whether q, k and v require gradients.
     """
 
@@ -65,6 +67,7 @@ class Case:
     lse: bool = True
     max_logit: bool = False
     rank_plan: bool = True
+    style: str = "eager"
     gradients: bool = True
 
     @functools.cached_property
@@ -96,6 +99,7 @@ class Case:
             f"{self.exchange} on {self.levels[0]} x {self.levels[1]} ranks",
             f"balancer {self.balancer}",
             f"{self.kernel} in {self.dtype}",
+            f"called {self.style}",
             *(f"option {name}" for name in options),
         ]
 
@@ -205,5 +209,6 @@ def _options(rng: Rng) -> dict[str, Any]:
         "lse": rng.random() < 0.6,
         "max_logit": bias is None and rng.random() < 0.25,
         "rank_plan": rng.random() < 0.7,
+        "style": "eager" if rng.random() < 0.4 else rng.choice(STYLES),
         "gradients": rng.random() < 0.95,
     }

@@ -63,7 +63,7 @@ def test_the_draws_cover_what_there_is() -> None:
     counts: Counter[str] = Counter()
 
     @given(attention_calls(4, "needed"))
-    @settings(QUIET, max_examples=1200, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @settings(QUIET, max_examples=500, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
     def draw(case: Case) -> None:
         counts.update(" ".join(case.kinds()).split())
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import spanwise
-from spanwise import Packing, SpanMask
-from spanwise.layouts.local import Local
-from tests.oracle import Problem, make_problem, relative_error
+from spanwise import SpanMask
+from tests.oracle import make_problem, relative_error
 from tests.pairs import covering, named
 from tests.properties.build import inputs_of, on_rank, plan_of
-from tests.properties.cases import BALANCERS, Case
+from tests.properties.cases import BALANCERS, STYLES, Case
 from tests.properties.cells import MaskCase, cells
 from tests.properties.check import check
 from tests.ranks.calls import CU_SEQLENS, EXCHANGES, LENGTH, errors, heads_for, mesh_of, restored, step
@@ -89,6 +88,7 @@ class Setting(NamedTuple):
     precision: tuple[str, str]
     options: dict[str, Any]
     shape: tuple[tuple[int, int], tuple[int, int]]
+    style: str = "eager"
 
     def possible(self) -> bool:
         (outer, inner), ulysses = self.levels, self.way["exchange"] == "ulysses"
@@ -111,16 +111,24 @@ class Setting(NamedTuple):
         return Case(
             {"default": mask}, batch={"rows": 3, "causal": 2}.get(self.mask, 1), levels=self.levels,
             balancer=self.balancer, kernel=kernel, dtype=dtype, heads=heads, dims=dims,
-            block_size=1 if length < 8 else 8, **way, **self.options,
+            block_size=1 if length < 8 else 8, style=self.style, seed=len(self.mask), **way, **self.options,
         )  # fmt: skip
 
     def __str__(self) -> str:
-        parts = (named(self.way), self.levels, self.mask, self.balancer, self.precision, named(self.options))
+        parts = (
+            named(self.way),
+            self.levels,
+            self.mask,
+            self.balancer,
+            self.precision,
+            named(self.options),
+            self.style,
+        )
         return "-".join(map(str, parts)).replace("'", "").replace(" ", "")
 
 
 SETTINGS = covering(
-    EXCHANGES, LEVELS, list(MASKS), [*BALANCERS, "dual_chunk"], PRECISIONS, OPTIONS, SHAPES,
+    EXCHANGES, LEVELS, list(MASKS), [*BALANCERS, "dual_chunk"], PRECISIONS, OPTIONS, SHAPES, STYLES,
     possible=lambda *values: Setting(*values).possible(),
 )  # fmt: skip
 
@@ -182,83 +190,24 @@ def test_examples(name: str) -> None:
     check(EXAMPLES[name], run_ranks)
 
 
-@pytest.mark.parametrize(("ranks", "host_size"), [(6, 2), (8, 4), (7, 3)])
-def test_documents_spread_by_host(ranks: int, host_size: int) -> None:
-    mask = SpanMask.documents(np.cumsum([0, 61, 7, 20, 1, 13, *[3] * 20]))  # the first needs several hosts
-    problem, hardware = make_problem(mask.dense()), spanwise.H100.with_host_size(host_size)
-    plan = spanwise.make_plan(
-        mask, ranks, exchange="hierarchical", hardware=hardware, balancer=Local(1.05, host_size), block_size=1
-    )
-    assert len(plan.route().padded) == 2 and plan.host_traffic().once > 0
-    check_step(problem, plan, 1e-10)
-
-
-def check_step(problem: Problem, plan: spanwise.Plan, tolerance: float, **mesh: Any) -> None:
-    results = run_ranks(plan.num_ranks, lambda rank, mesh: step(plan, mesh, problem), **mesh or mesh_of(plan))
-    for rank, got in enumerate(results):
-        assert max(errors(plan, rank, problem, got)) <= tolerance
-
-
 @pytest.mark.parametrize("exchange", ["needed", "ring"])
 def test_hosts_of_one_rank_each(exchange: str) -> None:
     """The mesh has both axes, and no heads are traded."""
     mask = SpanMask.documents(CU_SEQLENS)
+    problem = make_problem(mask.dense())
     plan = spanwise.make_plan(mask, (3, 1), balancer="head_tail", exchange=exchange, block_size=8)
-    names = ("outer", "inner")
-    check_step(make_problem(mask.dense()), plan, 1e-10, mesh_shape=(3, 1), mesh_dim_names=names)
+    mesh = {"mesh_shape": (3, 1), "mesh_dim_names": ("outer", "inner")}
+    for rank, got in enumerate(run_ranks(3, lambda rank, mesh: step(plan, mesh, problem), **mesh)):
+        assert max(errors(plan, rank, problem, got)) <= 1e-10
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "needed", "ring", "ulysses"])
-def test_the_worked_example(exchange: str) -> None:
-    """Lengths 5 and 8 padded to 8 and 8 on two ranks: who holds what, and what each chunk's queries read."""
-    packing = Packing([0, 5, 13], cu_seqlens_q_padded=[0, 8, 16])
-    plan = spanwise.make_plan(packing.mask(), 2, packing=packing, balancer="dual_chunk", exchange=exchange)
-    tokens = [plan.shard(torch.arange(16), rank, dim=0).tolist() for rank in range(2)]
-    assert tokens == [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]
-    # Rank, chunk, cumulative valid queries and visible keys of the two sequences, causal from the bottom right.
-    table = [
-        (0, 0, [0, 2, 4], [0, 2, 4]),
-        (0, 3, [0, 0, 2], [0, 5, 13]),
-        (1, 1, [0, 2, 4], [0, 4, 8]),
-        (1, 2, [0, 1, 3], [0, 5, 11]),
-    ]
-    weights = [torch.zeros(8, 16, dtype=torch.float64) for _ in range(2)]
-    for rank, chunk, cu_q, cu_kv in table:
-        for s in range(2):
-            queries, keys = cu_q[s + 1] - cu_q[s], cu_kv[s + 1] - cu_kv[s]
-            for i in range(queries):
-                seen = keys - queries + 1 + i
-                weights[rank][tokens[rank].index(8 * s + 2 * chunk + i), 8 * s : 8 * s + seen] = 1 / seen
-
-    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
-        """Softmax weights of equal scores: values are unit vectors."""
-        unit = torch.eye(16, dtype=torch.float64)[:, None].expand(-1, 2, -1)
-        zeros, values = (spanwise.shard(plan, mesh, x, dim=0) for x in (torch.zeros_like(unit), unit))
-        return spanwise.packed_attention(zeros, zeros, values, plan, mesh, kernel="reference")
-
-    for out, want in zip(run_ranks(2, on_rank), weights, strict=True):
-        torch.testing.assert_close(out, want[:, None].expand_as(out), rtol=1e-12, atol=0)
-
-
-# ---------------------------------------------------------------- TransformerEngine's matrix, on the CPU
-
-LEVELS_OF_TWO = [(2, 1), (4, 1), (2, 2)]
-TE_HEADS, TE_DIMS = [(12, 12), (32, 4), (12, 2)], [(64, 64), (128, 128), (192, 128)]
+# TransformerEngine's matrix: dtype, padding, heads, head dims, what is read, ranks, exchange.
 TE_READS = [(True, None), (False, None), (True, [512, 0]), (False, [512, 512]), (True, [128, 0])]
 TE_CELLS = covering(
-    ["float32", "bfloat16"], [False, True], TE_HEADS, TE_DIMS, TE_READS, LEVELS_OF_TWO,
-    ["all_gather", "needed", "ring", "ulysses"],
+    ["float32", "bfloat16"], [False, True], [(12, 12), (32, 4), (12, 2)], [(64, 64), (128, 128), (192, 128)], TE_READS,
+    [(2, 1), (4, 1), (2, 2)], ["all_gather", "needed", "ring", "ulysses"],
     possible=lambda dtype, padded, heads, dims, reads, levels, exchange: levels[1] == 1 or exchange != "ulysses",
 )  # fmt: skip
-
-
-def te_case(number: int, lens: list[int]) -> Case:
-    dtype, padded, heads, dims, (causal, window), levels, exchange = TE_CELLS[number]
-    slots = [-(-n // 8) * 8 for n in lens] if padded else lens
-    mask = packing(lens, [0, slots[0]], sum(slots), causal=causal, window=window)
-    balancer = "dual_chunk" if padded else ["head_tail", "lpt", "local", "contiguous"][number % 4]
-    return Case({"default": mask}, levels=levels, exchange=exchange, balancer=balancer, dtype=dtype, heads=heads,
-                dims=dims, block_size=32)  # fmt: skip
 
 
 def takes_long(cell: Any) -> bool:
@@ -272,10 +221,15 @@ def takes_long(cell: Any) -> bool:
 )
 def test_transformer_engines_matrix(number: int) -> None:
     """Two sequences, sometimes one of length 0; a window of 512 gets one that is longer."""
-    rng, window = np.random.default_rng(number), TE_CELLS[number][4][1]
+    dtype, padded, heads, dims, (causal, window), levels, exchange = TE_CELLS[number]
+    rng = np.random.default_rng(number)
     long = int(rng.integers(520, 601) if window and window[0] == 512 else rng.integers(64, 257))
-    other = 0 if number % 8 in (0, 3) else int(rng.integers(0, 257))
-    check(te_case(number, [long, other] if number % 2 else [other, long]), run_ranks)
+    lens = [long, 0 if number % 8 in (0, 3) else int(rng.integers(0, 257))][:: 1 if number % 2 else -1]
+    slots = [-(-n // 8) * 8 for n in lens] if padded else lens
+    mask = packing(lens, [0, slots[0]], sum(slots), causal=causal, window=window)
+    balancer = "dual_chunk" if padded else ["head_tail", "lpt", "local", "contiguous"][number % 4]
+    options: Any = {"exchange": exchange, "balancer": balancer, "dtype": dtype, "heads": heads, "dims": dims}
+    check(Case({"default": mask}, levels=levels, block_size=32, **options), run_ranks)
 
 
 # ---------------------------------------------------------------- rounding
@@ -285,17 +239,21 @@ ROUNDED = {
     "documents": SpanMask.documents([0, 30, 31, 80, 120, 150]),
     "window": SpanMask.sliding_window(150, 40, 3),
     "two spans": SpanMask.block_causal(150, 16, num_previous=2, global_tokens=5),
+    "long": SpanMask.documents([0, 700, 1200]),
 }
 
 
 @pytest.mark.parametrize(
     ("way", "ranks", "name", "heads", "dtype", "kernel"),
-    covering(EXCHANGES, [2, 3, 4], list(ROUNDED), [(4, 4), (4, 2), (4, 1)], [torch.bfloat16, torch.float16],
-             ["sdpa", "reference"]),
+    [
+        *covering(EXCHANGES, [2, 3, 4], [*ROUNDED][:-1], [(4, 4), (4, 2), (4, 1)], [torch.bfloat16, torch.float16],
+                  ["sdpa", "reference"]),
+        (EXCHANGES[2], 4, "long", (2, 1), torch.float32, "sdpa"),
+    ],
     ids=named,
 )  # fmt: skip
 def test_error_is_that_of_one_device(way: Any, ranks: int, name: str, heads: Any, dtype: Any, kernel: str) -> None:
-    """At most 1.1 times the root mean square error of torch's attention; torch rounds more often than needed.
+    """In half precision at most 1.1 times the root mean square error of torch's attention, which rounds more often.
 
     The largest error of a tensor is that of one unlucky element, so its ratio says little: it gets 2.
     """
@@ -313,65 +271,43 @@ def test_error_is_that_of_one_device(way: Any, ranks: int, name: str, heads: Any
     for label, x, y, whole in zip(("out", "dq", "dk", "dv"), ours, torchs, exact, strict=True):
         assert x.dtype == dtype
         error, allowed = x.double() - whole, y.double() - whole
-        assert error.norm() <= 1.1 * allowed.norm(), f"{label}: {error.norm() / allowed.norm():.3f} of torch's error"
+        assert dtype == torch.float32 or error.norm() <= 1.1 * allowed.norm(), label
         assert error.abs().max() <= 2 * allowed.abs().max(), label
 
 
-@pytest.mark.parametrize(
-    "lens", [pytest.param([700, 500], id="short"), pytest.param([37, 2600], marks=pytest.mark.slow)]
-)
-def test_error_of_long_sequences_in_float32_is_that_of_torch(lens: list[int]) -> None:
-    """At most twice torch's largest error."""
-    mask = SpanMask.documents([0, *np.cumsum(lens)])
-    problem = make_problem(mask.dense(), heads=(2, 1), dims=(64, 64), dtype=torch.float32)
-    plan = spanwise.make_plan(mask, 4, block_size=32, exchange="needed")
-    leaves = [x.clone().requires_grad_() for x in problem[:3]]
-    visible = torch.from_numpy(mask.dense()).unsqueeze(1)
-    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=visible, enable_gqa=True)
-    out.backward(problem.grad_out)
-    ours = restored(plan, run_ranks(4, lambda rank, mesh: step(plan, mesh, problem)))
-    exact = problem.out, problem.dq, problem.dk, problem.dv
-    for x, y, whole in zip(ours, (out.detach(), *(x.grad for x in leaves)), exact, strict=True):
-        assert (x - whole).abs().max() <= 2 * (y - whole).abs().max()
+def dv_of_one_key(plan: spanwise.Plan, heads: tuple[int, int], grads: Any) -> list[torch.Tensor]:
+    """dv of each rank in bfloat16, where every row reads key 0 alone; ``grads(rank)`` is the cotangent, by head."""
+
+    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
+        q, k, v = (torch.ones(1, n, 1, 8, dtype=torch.bfloat16).requires_grad_() for n in (*heads, heads[1]))
+        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
+        out.backward(grads(rank).view(1, -1, 1, 1).expand(out.shape).to(out.dtype))
+        return v.grad
+
+    return run_ranks(plan.num_ranks, on_rank)
+
+
+def one_key(ranks: int, **way: Any) -> spanwise.Plan:
+    mask = SpanMask(np.zeros((1, ranks), int), np.ones((1, ranks), int), ranks)
+    return spanwise.make_plan(mask, ranks, balancer="contiguous", **way, block_size=1)
 
 
 @pytest.mark.parametrize("way", EXCHANGES, ids=named)
 def test_gradients_are_summed_in_float32(way: dict[str, Any]) -> None:
-    """One key that all of eight ranks read: dv is a sum whose terms bfloat16 would lose one by one."""
-    ranks, ulysses = 8, way["exchange"] == "ulysses"
-    heads = ranks if ulysses else 1
-    mask = SpanMask(np.zeros((1, ranks), int), np.ones((1, ranks), int), ranks)  # every row reads key 0 alone
-    plan = spanwise.make_plan(mask, ranks, balancer="contiguous", **way, block_size=1)
-    # In bfloat16 256 + 1 is 256 again: a running sum would lose every 1. What rank 0 adds itself does not travel.
-    grads = torch.tensor([0.0, 256.0] + [1.0] * (ranks - 2))
-
-    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
-        q, k, v = (torch.ones(1, n, 1, 8, dtype=torch.bfloat16).requires_grad_() for n in (heads, 1, 1))
-        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
-        # Ulysses adds tokens where they are computed, and what travels is a sum over heads.
-        by_head = grads.view(1, heads, 1, 1).expand(out.shape) if ulysses else grads[rank].expand(out.shape)
-        out.backward(by_head.to(out.dtype) * (rank == 0 if ulysses else 1))
-        return v.grad
-
-    dv = run_ranks(ranks, on_rank)
+    """In bfloat16 256 + 1 is 256 again: a running sum would lose every 1. What rank 0 adds itself does not travel."""
+    grads, ulysses = torch.tensor([0.0, 256.0] + [1.0] * 6), way["exchange"] == "ulysses"
+    # Ulysses adds tokens where they are computed, and what travels is a sum over heads.
+    dv = dv_of_one_key(one_key(8, **way), (8, 1) if ulysses else (1, 1),
+                       lambda rank: grads * (rank == 0) if ulysses else grads[rank])  # fmt: skip
     assert dv[0].unique().tolist() == [262.0] and all(not x.any() for x in dv[1:])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(12, 3, 4), (10, 2, 5)])
 def test_gradients_of_shared_heads_are_summed_in_float32(heads: int, kv_heads: int, ranks: int) -> None:
     """A K/V head gets 256 from its first query head and 1 from others, on that rank and elsewhere."""
-    mask = SpanMask(np.zeros((1, ranks), int), np.ones((1, ranks), int), ranks)  # every row reads key 0 alone
-    plan = spanwise.make_plan(mask, ranks, balancer="contiguous", exchange="ulysses", block_size=1)
     group = heads // kv_heads
-    by_head = torch.where(torch.arange(heads) % group == 0, 256.0, 1.0).view(1, heads, 1, 1)
-
-    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
-        q, k, v = (torch.ones(1, n, 1, 8, dtype=torch.bfloat16).requires_grad_() for n in (heads, kv_heads, kv_heads))
-        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
-        out.backward((by_head * (rank == 0)).expand(out.shape).to(out.dtype))
-        return v.grad
-
-    dv = run_ranks(ranks, on_rank)
+    by_head = torch.where(torch.arange(heads) % group == 0, 256.0, 1.0)
+    dv = dv_of_one_key(one_key(ranks, exchange="ulysses"), (heads, kv_heads), lambda rank: by_head * (rank == 0))
     assert (dv[0] == torch.tensor(255.0 + group).bfloat16()).all() and torch.tensor(255.0 + group).bfloat16() > 257
 
 
@@ -379,18 +315,9 @@ def test_a_relay_sums_in_float32() -> None:
     """Two hosts send one row home each, 256 + 1, which bfloat16 would round to 256."""
     grads = torch.zeros(12)
     grads[[1, 4, 5, 8, 9]] = torch.tensor([1.0, 256.0, 1.0, 256.0, 1.0])
-    mask = SpanMask(np.zeros((1, 12), int), np.ones((1, 12), int), 12)  # every row reads key 0 alone
-    hardware = spanwise.H100.with_host_size(4)
-    plan = spanwise.make_plan(mask, 12, exchange="hierarchical", hardware=hardware, balancer="contiguous", block_size=1)
+    plan = one_key(12, exchange="hierarchical", hardware=spanwise.H100.with_host_size(4))
     assert plan.route().padded[0][4:].sum() == 2  # to a relay of each
-
-    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
-        q, k, v = (torch.ones(1, 1, 1, 8, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
-        out.backward(grads[rank].expand(out.shape).to(out.dtype))
-        return v.grad
-
-    for rank, dv in enumerate(run_ranks(12, on_rank)):
+    for rank, dv in enumerate(dv_of_one_key(plan, (1, 1), lambda rank: grads[rank])):
         assert dv.unique().tolist() == [516.0 if rank == 0 else 0.0]  # 515 in bfloat16
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,17 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.attention.kernels.flex import Flex
 from spanwise.attention.rank_plan import build
 from tests.oracle import make_problem, relative_error
-from tests.pairs import named
-from tests.ranks.calls import HOSTS, errors, step
+from tests.pairs import covering, named
+from tests.properties.build import keep_attention
+from tests.properties.check import check
+from tests.ranks.calls import EXCHANGES, HOSTS, errors, leaves_of, step
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
+from tests.ranks.test_attention import Setting
 
 pytestmark = pytest.mark.compiles
 
@@ -50,42 +51,13 @@ def plan_number(i: int, num_ranks: int | tuple[int, int] = 2, reads: tuple[int, 
     return spanwise.make_plan(mask, num_ranks, balancer=balancer, block_size=4, **way)
 
 
-def packing_number(i: int, num_ranks: int | tuple[int, int], padded: bool, **way: Any) -> spanwise.Plan:
-    """Sequences that change in number and length, some empty; `padded` each to a multiple of 8."""
-    rng = np.random.default_rng(i)
-    lens = rng.integers(0, 30, 3 + i % 3)
-    slots = -(-lens // 8) * 8 + 8 * (i % 2) if padded else lens
-    packing = spanwise.Packing(np.cumsum([0, *lens]), cu_seqlens_q_padded=np.cumsum([0, *slots]))
-    mask = packing.mask(window=(11, 0) if i % 2 else None)
-    balancer = "dual_chunk" if padded else "lpt"
-    return spanwise.make_plan(mask, num_ranks, balancer=balancer, packing=packing, block_size=4, **way)
-
-
-def problem_of(plan: spanwise.Plan, i: int) -> Any:
-    return make_problem(plan.mask().dense(), seed=i)
-
-
-def rank_of(mesh: DeviceMesh) -> int:
-    """The rank of a plan over all axes of the mesh."""
-    coordinate = mesh.get_coordinate()
-    return coordinate[0] if mesh.ndim == 1 else coordinate[0] * mesh.size(1) + coordinate[1]
-
-
-def mesh_of(num_ranks: int | tuple[int, int]) -> tuple[int, dict[str, Any]]:
-    """Number of ranks, and the pool's arguments for their mesh."""
-    if isinstance(num_ranks, int):
-        return num_ranks, {}
-    return num_ranks[0] * num_ranks[1], {"mesh_shape": num_ranks, "mesh_dim_names": ("outer", "inner")}
-
-
 def compiled_steps(
-    rank: int, mesh: DeviceMesh, num_plans: int, way: Way, padded: bool | None, dynamic: bool
+    rank: int, mesh: DeviceMesh, num_plans: int, way: Way, dynamic: bool
 ) -> tuple[list[float], list[list[str]]]:
     """Errors for each plan through one compiled function; the operators of each ATen graph in order.
 
     Args:
         way: of `plan_number`.
-        padded: of `packing_number`, for packed attention; K, V and q hold NaN in padding.
         dynamic: mark the length of q, K and V as dynamic: the first graph is the last, half of the time to compile.
     """
     from functorch.compile import make_boxed_func
@@ -100,25 +72,18 @@ def compiled_steps(
 
     @torch.compile(backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
-        if padded is None:
-            return spanwise.context_parallel_attention(q, k, v, plan)  # over the mesh of the rank plan
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        return spanwise.packed_attention(q, k, v, plan).transpose(0, 1)[None]
+        return spanwise.context_parallel_attention(q, k, v, plan)  # over the mesh of the rank plan
 
     found = []
     for i in range(num_plans):
-        plan = plan_number(i, **way) if padded is None else packing_number(i, padded=padded, **way)
-        problem = problem_of(plan, i)
-        shards = [spanwise.shard(plan, mesh, x, dim=2) for x in problem[:4]]
-        if padded:
-            hidden = ~torch.from_numpy(plan.packing.valid_q[plan.layout.indices(rank_of(mesh))])
-            shards = [x.masked_fill(hidden.view(1, 1, -1, 1), torch.nan) for x in shards]
-        leaves = [x.requires_grad_() for x in shards[:3]]
+        plan = plan_number(i, **way)
+        problem = make_problem(plan.mask().dense(), seed=i)
+        leaves, grad = leaves_of(plan, mesh, problem)
         for x in leaves if dynamic else ():
             torch._dynamo.mark_dynamic(x, 2)
         out = attend(*leaves, plan.local(mesh))
-        out.backward(shards[3])
-        found += errors(plan, rank_of(mesh), problem, [out, *(x.grad for x in leaves)])
+        out.backward(grad)
+        found += errors(plan, rank, problem, [out, *(x.grad for x in leaves)])
     return found, graphs
 
 
@@ -162,7 +127,7 @@ def expected(exchange: str, chunks: int) -> tuple[str, str]:
 def test_one_graph_serves_many_plans(gloo_pool: GlooPool, num_ranks: int, way: Way, num_plans: int) -> None:
     in_forward, in_backward = expected(way["exchange"], plan_number(0, num_ranks, **way).num_chunks())
     dynamic = num_ranks > 2  # else the first graph is one for the length of the first plan, and the second one for all
-    steps = (num_plans, {"num_ranks": num_ranks, **way}, None, dynamic)
+    steps = (num_plans, {"num_ranks": num_ranks, **way}, dynamic)
     for found, graphs in gloo_pool.run(num_ranks, compiled_steps, *steps):
         forwards = [graph for graph in graphs if "spanwise::sdpa" in graph]
         backwards = [graph for graph in graphs if "spanwise::sdpa_backward" in graph]
@@ -176,60 +141,31 @@ def test_one_graph_serves_many_plans(gloo_pool: GlooPool, num_ranks: int, way: W
         assert max(found) <= 1e-10
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "exchange", "padded"),
-    [
-        (2, "all_gather", True),
-        pytest.param(2, "ulysses", False, marks=SLOW),
-        pytest.param((2, 2), "ring", True, marks=SLOW),
-    ],
-)
-def test_packed_attention_compiled(gloo_pool: GlooPool, num_ranks: Any, exchange: str, padded: bool) -> None:
-    """Lengths and numbers of sequences change from batch to batch; padding does not reach what is computed."""
-    way = {"num_ranks": num_ranks, "exchange": exchange, "keep_kv": True}
-    count, mesh = mesh_of(num_ranks)
-    for found, graphs in gloo_pool.run(count, compiled_steps, 3, way, padded, True, **mesh):
-        assert sum("spanwise::sdpa" in graph for graph in graphs) == 1 and max(found) <= 1e-10
+# What compiled calls depend on, in the kernel that compiles on a CPU; `make test` takes a few cells.
+COMPILED_CELLS = covering(
+    [way for way in EXCHANGES if way.get("keep_kv", way["exchange"] != "ring")], [(2, 1), (4, 1), (2, 2)],
+    ["documents", "rows", "cross", "padded", "two spans"], [("sdpa", "float64"), ("sdpa", "float32")],
+    [{"softcap": 0.7, "scale": 0.5}, {"sinks": 1}, {}, {"gradients": False, "lse": False}],
+    ["aot_eager", "inductor"],
+    possible=lambda way, levels, *_: levels[1] == 1 or way["exchange"] != "ulysses",
+)  # fmt: skip
 
 
-def compiled_evaluation(rank: int, mesh: DeviceMesh, ways: list[Way], kernel: str) -> list[float]:
-    """Errors of compiled calls without gradients, over plans for each way."""
-    found = []
-    for way in ways:
-        torch._dynamo.reset()
-
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
-            return spanwise.context_parallel_attention(q, k, v, plan, mesh, kernel=kernel)
-
-        for i in (1, 2) if kernel != "flex" and way is ways[0] else (1,):  # compilers take their time
-            plan = plan_number(i, **way)
-            problem = make_problem(plan.mask().dense(), seed=i, dims=(16, 16), dtype=torch.float32)
-            shards = [spanwise.shard(plan, mesh, x, dim=2) for x in problem[:3]]
-            with torch.no_grad(), mock.patch.object(Flex, "check_device", lambda *_: None):
-                out = attend(*shards, plan.local(mesh, kernel=kernel))
-            found += errors(plan, rank_of(mesh), problem, [out, None, None, None])
-    return found
-
-
-def kept(exchange: str, ranks: Any = 2, **way: Any) -> Way:
-    return {"exchange": exchange, "keep_kv": True, "num_ranks": ranks, **way}
+def is_quick(way: Way, levels: tuple[int, int], mask: str, precision: Any, options: Any, backend: str) -> bool:
+    return backend == "aot_eager" and levels == (2, 1) and (mask == "padded" or "gradients" in options)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "ranks", "ways"),
-    [
-        ("sdpa", 2, [kept("needed", stages=2), kept("ulysses")]),
-        pytest.param("sdpa", 2, [kept("all_gather"), kept("ring"), kept("needed", stages=1)], marks=SLOW),
-        pytest.param("sdpa", (2, 2), [kept("needed", (2, 2), stages=1), kept("ring", (2, 2))], marks=SLOW),
-        pytest.param("flex", 2, [kept("needed", stages=1)], marks=SLOW),
-    ],
-    ids=str,
+    "cell",
+    [pytest.param(cell, marks=[] if is_quick(*cell) else SLOW) for cell in COMPILED_CELLS],
+    ids=lambda cell: "-".join([named(cell[0]) or "", *map(str, cell[1:])]),
 )
-def test_compiled_without_gradients(gloo_pool: GlooPool, kernel: str, ranks: Any, ways: list[Way]) -> None:
-    count, mesh = mesh_of(ranks)
-    for found in gloo_pool.run(count, compiled_evaluation, ways, kernel, **mesh):
-        assert len(found) >= len(ways) and max(found) < 1e-5
+def test_compiled_calls_are_right(gloo_pool: GlooPool, cell: Any) -> None:
+    """Padding holds NaN."""
+    way, levels, mask, precision, options, backend = cell
+    balancer = "contiguous" if mask == "cross" else "lpt"
+    case = Setting(way, levels, mask, balancer, precision, options, ((4, 2), (8, 6)), f"compiled by {backend}").case()
+    check(case, gloo_pool.run)
 
 
 def test_hops_of_a_ring_are_a_graph_of_their_own() -> None:
@@ -243,40 +179,6 @@ def test_hops_of_a_ring_are_a_graph_of_their_own() -> None:
     for i in range(len(plans)):
         for j in range(len(plans)):
             assert (kinds[i] == kinds[j]) == (hops[i] == hops[j])
-
-
-def compiled_layers(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[float], int]:
-    """Three masks of one model in one compiled function, over plans of many lengths; worst errors, number of graphs."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    names = ("documents", "window", "causal")
-
-    @torch.compile(backend=counter, fullgraph=True, dynamic=True)  # else the first length has a graph of its own
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: spanwise.RankPlan) -> list[torch.Tensor]:
-        return [spanwise.context_parallel_attention(q, k, v, plan, mesh, mask_name=name) for name in names]
-
-    found = []
-    for i in range(num_plans):
-        length = 60 + 7 * i
-        rng = np.random.default_rng(i)
-        masks = {
-            "documents": SpanMask.documents(np.unique(np.concatenate([[0, length], rng.integers(1, length, i % 4)]))),
-            "window": SpanMask.block_causal(length, 8, 1, global_tokens=i % 3),
-            "causal": SpanMask.causal(length),
-        }
-        plan = spanwise.make_plan(masks, 2, balancer=("head_tail", "lpt")[i % 2], exchange="all_gather", block_size=4)
-        problems = [make_problem(masks[name].dense(), seed=i) for name in names]
-        q, k, v = (spanwise.shard(plan, mesh, x, dim=2) for x in problems[0][:3])
-        for problem, out in zip(problems, attend(q, k, v, plan.local(mesh)), strict=True):
-            found += errors(plan, rank, problem, [out, None, None, None])
-    return found, counter.frame_count
-
-
-def test_many_masks_and_lengths_share_a_graph(gloo_pool: GlooPool) -> None:
-    for found, graphs in gloo_pool.run(2, compiled_layers, 4):
-        assert graphs == 1 and max(found) <= 1e-10
 
 
 @pytest.mark.parametrize("exchange", ["ring", "needed"])
@@ -295,7 +197,21 @@ def test_what_compiled_code_refuses(exchange: str) -> None:
     run_ranks(2, on_rank)
 
 
-# ---------------------------------------------------------------- checkpoints, and hooks for saved tensors
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_checkpoint_recomputes_what_it_is_told_to(selective: bool) -> None:
+    """Plain checkpointing runs the kernel of each chunk twice."""
+    plan = plan_number(1, exchange="needed", keep_kv=True, stages=2)
+    problem = make_problem(plan.mask().dense())
+    context = functools.partial(create_selective_checkpoint_contexts, keep_attention)
+    options = {"context_fn": context} if selective else {}
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> int:
+        with CountCalls() as counter:
+            attend = functools.partial(checkpoint, spanwise.context_parallel_attention, use_reentrant=False, **options)
+            assert max(errors(plan, rank, problem, step(plan, mesh, problem, attend))) <= 1e-10
+        return counter.calls
+
+    assert run_ranks(2, on_rank) == [(1 if selective else 2) * (1 + plan.num_chunks())] * 2
 
 
 class CountCalls(TorchDispatchMode):
@@ -306,70 +222,6 @@ class CountCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func is torch.ops.spanwise.sdpa.default
         return func(*args, **(kwargs or {}))
-
-
-def save_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = op is torch.ops.spanwise.sdpa.default
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def checkpointed(rank: int, mesh: DeviceMesh, selective: bool, way: Way) -> tuple[list[float], int]:
-    """Two layers with plans of their own, recomputed in backward: each with the plan it ran with."""
-    context = functools.partial(create_selective_checkpoint_contexts, save_attention)
-    layers, found = [], []
-    with CountCalls() as counter:
-        for i in (1, 2):
-            plan = plan_number(i, **way)
-            problem = problem_of(plan, i)
-            leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
-            options = {"context_fn": context} if selective else {}
-            out = checkpoint(
-                spanwise.context_parallel_attention, *leaves, plan.local(mesh), use_reentrant=False, **options
-            )
-            layers.append((plan, problem, out, leaves, spanwise.shard(plan, mesh, problem.grad_out, dim=2)))
-        torch.autograd.backward([layer[2] for layer in layers], [layer[4] for layer in layers])
-        for plan, problem, out, leaves, _ in layers:
-            found += errors(plan, rank, problem, [out, *(x.grad for x in leaves)])
-    return found, counter.calls
-
-
-def offloaded(rank: int, mesh: DeviceMesh, way: Way) -> tuple[list[float], int, int]:
-    """Under hooks for saved tensors that keep copies; how many, and how many came back."""
-    plan, packed, unpacked = plan_number(0, **way), [], []
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        packed.append(x.shape)
-        return x.detach().clone()
-
-    def unpack(x: torch.Tensor) -> torch.Tensor:
-        unpacked.append(x.shape)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        got = step(plan, mesh, problem_of(plan, 0))
-    return errors(plan, rank, problem_of(plan, 0), got), len(packed), len(unpacked)
-
-
-WAYS = [
-    {"exchange": "all_gather"},
-    {"exchange": "ring", "keep_kv": True},
-    {"exchange": "ring", "keep_kv": False},
-    {"exchange": "ulysses"},
-    {"exchange": "ring", "keep_kv": True, "num_ranks": (2, 2)},
-    {"exchange": "needed", "keep_kv": False, "stages": 2, "num_ranks": (2, 2)},
-]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
-def test_activation_checkpointing(gloo_pool: GlooPool, way: Way) -> None:
-    num_ranks, mesh = mesh_of(way.get("num_ranks", 2))
-    of_a_pass = sum(1 + plan_number(i, **way).num_chunks() for i in (1, 2))
-    for selective in (False, True):
-        for found, calls in gloo_pool.run(num_ranks, checkpointed, selective, way, **mesh):
-            # Plain checkpointing runs each chunk of each layer twice.
-            assert calls == (1 if selective else 2) * of_a_pass and max(found) <= 1e-10
-    for found, packed, unpacked in gloo_pool.run(num_ranks, offloaded, way, **mesh):
-        assert packed >= unpacked > 0 and max(found) <= 1e-10
 
 
 # ---------------------------------------------------------------- heads sharded by tensor parallelism

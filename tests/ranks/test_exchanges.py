@@ -304,25 +304,6 @@ def test_ranks_whose_cu_seqlens_differ(axes: Any, number: int, started: list[str
     assert started == []
 
 
-def test_a_plan_is_compared_at_each_call_and_a_rank_plan_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 keeps its plan object, the others make it anew: no rank may start a comparison that another skips."""
-    gather, compared = _torch.start_all_gather, []
-    monkeypatch.setattr(_torch, "start_all_gather", lambda *args: (compared.append(args), gather(*args))[1])
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> bool:
-        options: Any = dict(balancer="ptrr", exchange="all_gather", block_size=4)
-        first = spanwise.make_plan(DOCUMENTS, 3, **options)
-        q = torch.zeros(1, 2, first.layout.num_tokens(rank), 8)
-        spanwise.context_parallel_attention(q, q, q, first, mesh)
-        second = first if rank == 0 else spanwise.make_plan(DOCUMENTS, 3, **options)
-        spanwise.context_parallel_attention(q, q, q, second, mesh)
-        return first.local(mesh) is first.local(mesh, "cpu")
-
-    assert all(run_ranks(3, on_rank))
-    # Two calls with a Plan: a comparison and a gather of K/V each; two comparisons by plan.local.
-    assert len(compared) == 3 * (4 + 2)
-
-
 def test_plans_that_were_equal_once_may_differ_later() -> None:
     """Both plans have been compared and found equal; then the ranks take different ones."""
     plans = [spanwise.make_plan(DOCUMENTS, 2, balancer=name, block_size=17) for name in ("contiguous", "head_tail")]

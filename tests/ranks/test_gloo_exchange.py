@@ -17,12 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
 
 import spanwise
 from spanwise import SpanMask, _torch
@@ -199,7 +193,6 @@ WAYS: list[dict[str, Any]] = [
     NEEDED, NEEDED | {"keep_kv": False}, {"exchange": "ring", "keep_kv": True}, {"exchange": "ring"},
     {"exchange": "ulysses"}, {"exchange": "hierarchical", "hardware": HOSTS},
 ]  # fmt: skip
-MESH: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("outer", "inner")}
 
 
 def plan_of(num_ranks: int | tuple[int, int], balancer: str = "lpt", **way: Any) -> spanwise.Plan:
@@ -223,42 +216,6 @@ def test_two_groups_at_once(gloo_pool: GlooPool, names: tuple[str, str]) -> None
     plans = [plan_of(2, **NEEDED, keep_kv=keep_kv) for keep_kv in (True, False)]
     for found in gloo_pool.run(4, attend_on_axis, plans, mesh_shape=(2, 2), mesh_dim_names=names):
         assert max(found) <= 1e-5
-
-
-def refuses_heads(rank: int, mesh: DeviceMesh, plan: Any, heads: tuple[int, int]) -> list[float]:
-    """Rank 0 is late: were anything sent before the error, the others would be in it."""
-    local = plan.local(mesh, "cpu")
-    q, k, v = (torch.zeros(1, n, local.tokens.shape[1], 8) for n in (heads[0], heads[1], heads[1]))
-    if rank == 0:
-        dist.barrier()
-    with pytest.raises(ValueError, match=f"cannot divide {heads[0]} query heads .* over 2 ranks"):
-        spanwise.context_parallel_attention(q, k, v, local, mesh)
-    if rank != 0:
-        dist.barrier()
-    problem = problem_of(heads=(4, 2))
-    return errors(plan, rank, problem, step(plan, mesh, problem))
-
-
-def test_heads_that_do_not_divide_leave_nobody_waiting(gloo_pool: GlooPool) -> None:
-    results = gloo_pool.run(2, refuses_heads, plan_of(2, exchange="ulysses"), (3, 1))
-    results += gloo_pool.run(4, refuses_heads, plan_of((2, 2), exchange="ring"), (5, 5), **MESH)
-    assert all(max(found) <= 1e-5 for found in results)
-
-
-def plans_that_differ(rank: int, mesh: DeviceMesh, odd: int) -> tuple[str, str]:
-    plan = plan_of((2, 2), "head_tail" if rank == odd else "lpt", exchange="ring")
-    with pytest.raises(ValueError, match="ranks made different plans") as error:
-        plan.local(mesh, "cpu")
-    return plan.fingerprint, str(error.value)
-
-
-@pytest.mark.parametrize("odd", [0, 3])
-def test_plans_that_differ_on_two_levels_are_named_on_every_rank(gloo_pool: GlooPool, odd: int) -> None:
-    """Those that share no axis with the odd rank learn of it too."""
-    results = gloo_pool.run(4, plans_that_differ, odd, **MESH)
-    held = "; ".join(f"rank {rank} has {fingerprint}" for rank, (fingerprint, _) in enumerate(results))
-    assert len({fingerprint for fingerprint, _ in results}) == 2
-    assert all(held in text for _, text in results)
 
 
 def beside_other_traffic(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
@@ -293,86 +250,13 @@ def one_rank_is_late(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -
     return errors(plan, rank, problem, [out, *(x.grad for x in leaves)])
 
 
-def two_layers(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
-    """Both under way before either backward; q, k, v of the second are other numbers, with known results."""
-    local, other = plan.local(mesh, "cpu"), problem_of(5)
-    (a, grad_a), (b, grad_b) = leaves_of(plan, mesh, problem), leaves_of(plan, mesh, other)
-    out_a, out_b = (spanwise.context_parallel_attention(*x, local, mesh) for x in (a, b))
-    ((out_a * grad_a).sum() + (out_b * grad_b).sum()).backward()
-    first = errors(plan, rank, problem, [out_a, *(x.grad for x in a)])
-    return first + errors(plan, rank, other, [out_b, *(x.grad for x in b)])
-
-
-def backward_twice(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
-    leaves, grad = leaves_of(plan, mesh, problem)
-    out = spanwise.context_parallel_attention(*leaves, plan, mesh)
-    first = torch.autograd.grad(out, leaves, grad, retain_graph=True)
-    doubled = torch.autograd.grad(out, leaves, 2 * grad)
-    return errors(plan, rank, problem, [out, *first]) + errors(plan, rank, problem, [out, *(x / 2 for x in doubled)])
-
-
-def some_gradients(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
-    """Of some inputs alone, also in anomaly mode, or of a graph that has all of them."""
-    found = []
-    for wanted in ((0,), (1,), (2,), (1, 2)):
-        leaves, grad = leaves_of(plan, mesh, problem)
-        given = [x if i in wanted else x.detach() for i, x in enumerate(leaves)]
-        with torch.autograd.set_detect_anomaly(wanted == (1,)):
-            out = spanwise.context_parallel_attention(*given, plan, mesh)
-            out.backward(grad)
-        assert [x.grad is not None for x in leaves] == [i in wanted for i in range(3)]
-        found += errors(plan, rank, problem, [out, *(x.grad for x in leaves)])
-        whole = spanwise.context_parallel_attention(*leaves, plan, mesh)
-        grads = torch.autograd.grad(whole, [leaves[i] for i in wanted], grad)
-        by_leaf = dict(zip(wanted, grads, strict=True))
-        found += errors(plan, rank, problem, [whole, *(by_leaf.get(i) for i in range(3))])
-    return found
-
-
-def without_gradients(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
-    found = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        leaves, _ = leaves_of(plan, mesh, problem)
-        with mode():
-            out = spanwise.context_parallel_attention(*leaves, plan, mesh)
-            assert not out.requires_grad
-            found += errors(plan, rank, problem, [out, None, None, None])
-    return found
-
-
-def checkpointed(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
-    """Recomputed wholly, or in part, or not at all."""
-    found = []
-    save_all = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-    for early_stop, options in ((True, {}), (False, {}), (True, {"context_fn": save_all})):
-        if options and not (plan.keep_kv and plan.exchange == "needed"):
-            continue
-        attend = functools.partial(checkpoint, spanwise.context_parallel_attention, use_reentrant=False, **options)
-        with set_checkpoint_early_stop(early_stop):
-            found += errors(plan, rank, problem, step(plan, mesh, problem, attend))
-    return found
-
-
-STEPS = [beside_other_traffic, one_rank_is_late, two_layers, backward_twice, some_gradients, without_gradients]
-STEPS += [checkpointed]
-
-
-def every_step(rank: int, mesh: DeviceMesh, plan: Any) -> dict[str, list[float]]:
-    """Errors of each step. A started exchange that nobody waits for would keep its buffers until the process ends."""
-    before, found = torch._C._distributed_c10d._get_work_registry_size(), {}
-    for each in STEPS:
-        found[each.__name__] = each(rank, mesh, plan, problem_of())
-        assert torch._C._distributed_c10d._get_work_registry_size() == before, each.__name__
-    return found
-
-
 @pytest.mark.parametrize("way", WAYS, ids=named)
-def test_steps(gloo_pool: GlooPool, way: dict[str, Any]) -> None:
+def test_late_ranks_and_other_traffic(gloo_pool: GlooPool, way: dict[str, Any]) -> None:
     plan = plan_of(3, **way)
     assert plan.num_chunks() == {"needed": 3, "ring": 2, "hierarchical": 2, "ulysses": 0}[way["exchange"]]
-    for steps in gloo_pool.run(3, every_step, plan):
-        for name, found in steps.items():
-            assert found and max(found) <= 1e-5, (name, found)
+    for run in (beside_other_traffic, one_rank_is_late):
+        for found in gloo_pool.run(3, run, plan, problem_of()):
+            assert max(found) <= 1e-5, run
 
 
 def slow_rank(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:
