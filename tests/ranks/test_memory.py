@@ -161,7 +161,7 @@ def test_what_is_held_is_what_the_plan_says(
     gloo_pool: GlooPool, ranks: Any, mask: str, heads: Any, dtype: torch.dtype, batch: int, by_head: bool
 ) -> None:
     what, balancer = MASKS[mask]
-    batch = 2 if mask == "rows" else batch
+    batch, by_head = (2, False) if mask == "rows" else (batch, by_head)
     shape = dict(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=8, v_head_dim=6, dtype=dtype)
     ways = [way for way in (WAYS if ranks == 4 else WAYS[:-1]) if is_exact(way, mask, heads, by_head)]
     plans = [spanwise.make_plan(what, ranks, balancer=balancer, block_size=4, **shape, **way) for way in ways]

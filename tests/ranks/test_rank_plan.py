@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,6 +102,30 @@ def test_copies_share_the_mesh() -> None:
     run_ranks(2, on_rank)
 
 
+MODES = {"inference mode": torch.inference_mode, "fake": FakeTensorMode}
+
+
+@pytest.mark.parametrize("length", [1, 67])
+@pytest.mark.parametrize("kernel", ["reference", "sdpa", "flex", "varlen"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_are_plain_after_a_first_use_in_another_mode(mode: str, kernel: str, length: int) -> None:
+    """Inside the mode they are of its kind."""
+    plan = spanwise.make_plan({"a": SpanMask.causal(length), "b": SpanMask.full(length)}, 1, block_size=8)
+    for _ in range(2):  # fake tensors of one mode are refused by the next
+        with MODES[mode]():
+            given = plan.local(None, "cpu", kernel=kernel)
+            if kernel == "sdpa":
+                q = torch.zeros(1, 2, length, 8)
+                spanwise.context_parallel_attention(q, q, q, given, mask_name="a")
+    kept, inside = (
+        [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
+        for tree in (plan.local(None, "cpu", kernel=kernel), given)
+    )
+    assert len(kept) >= 6 and not any(x.is_inference() or isinstance(x, FakeTensor) for x in kept)
+    assert [x.shape for x in inside] == [x.shape for x in kept]
+    assert all(isinstance(x, FakeTensor) == (mode == "fake") for x in inside)
+
+
 def test_fake_tensors_keep_mesh_and_positions() -> None:
     plan = plan_of(2)
 
@@ -114,6 +137,33 @@ def test_fake_tensors_keep_mesh_and_positions() -> None:
         assert not isinstance(plan.local(mesh).positions, FakeTensor)
 
     run_ranks(2, on_rank)
+
+
+MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices")
+
+
+@pytest.mark.parametrize("exchange", ["needed", "hierarchical"])  # others bring as many keys under each mask
+def test_sizes_that_change_from_plan_to_plan_are_marked(exchange: str) -> None:
+    """So that one graph serves all."""
+    hardware = spanwise.H100.with_host_size(2) if exchange == "hierarchical" else None
+    way: Any = {"balancer": "contiguous", "block_size": 1, "exchange": exchange, "hardware": hardware}
+    plans = [spanwise.make_plan(SpanMask.sliding_window(72, reads), 4, **way) for reads in (10, 13)]
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> list[Any]:
+        leaves = [tree_flatten(plan.local(mesh, kernel="sdpa").chunks["default"])[0] for plan in plans]
+        return [[x for x in each if isinstance(x, torch.Tensor)] for each in leaves]
+
+    changed = [
+        (x, dim)
+        for each in run_ranks(4, on_rank)
+        for first, second in zip(*each, strict=True)
+        for dim in range(first.dim())
+        if first.shape[dim] != second.shape[dim]
+        for x in (first, second)
+    ]
+    assert changed
+    for x, dim in changed:
+        assert any(dim in getattr(x, name, ()) for name in MARKS), (x.shape, dim)
 
 
 class Block(nn.Module):
@@ -153,32 +203,6 @@ def test_fully_shard_passes_it_on(gloo_pool: GlooPool) -> None:
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         for (got,) in gloo_pool.run(2, through_fully_shard, dtype):
             assert relative_error(got.float(), x) <= limit
-
-
-def compiled_with_positions(rank: int, mesh: DeviceMesh) -> int:
-    """One graph for plans that differ, though the caller slices its mesh anew in each step."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    block = torch.compile(Block(), backend=counter, fullgraph=True)
-    for i in range(3):
-        cu = np.unique([0, 5 + 3 * i, 40, 67 + 2 * i])
-        plan = spanwise.make_plan(
-            SpanMask.documents(cu), 2, balancer="lpt", block_size=4, exchange="needed", stages=1, cu_seqlens=cu
-        )
-        local = plan.local(mesh["cp"])
-        x = torch.randn(1, local.tokens.shape[1], 8)
-        torch._dynamo.mark_dynamic(x, 1)  # else the first length has a graph of its own
-        with torch.no_grad():
-            assert relative_error(block(x, local), block._orig_mod(x, local)) <= 1e-5
-    return counter.frame_count
-
-
-@pytest.mark.compiles
-def test_meshes_and_positions_make_no_more_graphs(gloo_pool: GlooPool) -> None:
-    for graphs in gloo_pool.run(2, compiled_with_positions):
-        assert graphs == 1
 
 
 def test_tensors_of_a_rank_take_memory_by_its_own_tokens() -> None:
