@@ -1,35 +1,34 @@
-"""The flex kernel behind context_parallel_attention, on real gloo ranks."""
+"""The flex kernel behind context_parallel_attention, on torch's dense stand-in for FlexAttention and gloo ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
+from typing import Any
 from unittest import mock
 
-import numpy as np
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-import spanwise
-from spanwise import AuxRequest, SpanMask
 from spanwise.attention.kernels import flex as flex_module
-from tests.oracle import make_problem, relative_error
+from tests.properties.build import on_rank
+from tests.properties.cases import Case
+from tests.properties.check import check
 from tests.ranks.gloo import GlooPool
+from tests.ranks.test_attention import documents, packing
 
-LENGTH = 512  # whole blocks on each rank
-
-
-def plan_number(i: int) -> spanwise.Plan:
-    rng = np.random.default_rng(i)
-    cuts = np.unique(np.concatenate([[0, LENGTH], rng.integers(1, LENGTH, 1 + i % 6)]))
-    mask = SpanMask.documents(cuts) if i % 3 else SpanMask.block_causal(LENGTH, 20, 1, global_tokens=3)
-    exchange = ("all_gather", "needed")[i % 2]
-    return spanwise.make_plan(
-        mask, 2, balancer=("head_tail", "lpt", "ptrr")[i % 3], exchange=exchange, block_size=10, keep_kv=i < 4
-    )
+LENGTH = 300  # not a whole number of blocks on any rank
+CASES = {
+    "all_gather": Case({"default": documents([0, 30, 31, 170, LENGTH])}, exchange="all_gather", balancer="head_tail"),
+    "needed": Case({"default": documents([0, 130, LENGTH], [40, 3], causal=False)}, stages=2, balancer="lpt"),
+    "refetched": Case({"default": documents([0, 130, LENGTH])}, stages=2, keep_kv=False, balancer="ptrr"),
+    "padded": Case({"default": packing([5, 0, 100], [0, 16, 32], 150)}, balancer="lpt", exchange="ring"),
+}
 
 
-def train(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[list[torch.Tensor]], int]:
+def on_flex(rank: int, mesh: DeviceMesh, case: Case, *given: Any) -> dict[str, torch.Tensor]:
     torch._dynamo.reset()
     flex_module._compiled.cache_clear()
     with (
@@ -39,35 +38,13 @@ def train(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[list[torch.
         mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
     ):
         warnings.simplefilter("ignore")  # of Dynamo, which reads .grad of what is no leaf
-        found = _train(mesh, num_plans)
+        found = on_rank(rank, mesh, case, *given)
     flex_module._compiled.cache_clear()
     return found
 
 
-def _train(mesh: DeviceMesh, num_plans: int) -> tuple[list[list[torch.Tensor]], int]:
-    torch._dynamo.utils.counters.clear()
-    results = []
-    for i in range(num_plans):
-        plan = plan_number(i)
-        problem = make_problem(plan.mask().dense(), batch=plan.batch_size, dims=(16, 16), dtype=torch.float32, seed=i)
-        local = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
-        out, aux = spanwise.context_parallel_attention(
-            *local, plan, mesh, kernel="flex", return_aux=AuxRequest(lse=True)
-        )
-        out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
-        results.append([out.detach(), aux.lse.detach(), *(x.grad for x in local)])
-    return results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def test_matches_one_device(gloo_pool: GlooPool) -> None:
-    """On torch's dense stand-in for FlexAttention; kept keys and keys that are fetched again."""
-    for rank, (results, graphs) in enumerate(gloo_pool.run(2, train, 5)):
-        # One span or several; refetched keys have one of their own.
-        assert graphs <= 3
-        for i, found in enumerate(results):
-            plan = plan_number(i)
-            problem = make_problem(
-                plan.mask().dense(), batch=plan.batch_size, dims=(16, 16), dtype=torch.float32, seed=i
-            )
-            for got, want in zip(found, (problem.out, problem.lse, *problem[6:9]), strict=True):
-                assert relative_error(got, plan.shard(want, rank, dim=2)) <= 3e-6
+@pytest.mark.parametrize("name", [x if x != "all_gather" else pytest.param(x, marks=pytest.mark.slow) for x in CASES])
+def test_matches_one_device(gloo_pool: GlooPool, name: str) -> None:
+    options: dict[str, Any] = {"levels": (2, 1), "kernel": "flex", "dtype": "float32", "dims": (16, 16)}
+    case = dataclasses.replace(CASES[name], rank_plan=False, **options)
+    check(case, lambda num_ranks, _, *given, **mesh: gloo_pool.run(num_ranks, on_flex, *given, **mesh))

@@ -121,45 +121,33 @@ def with_mask(layer: Any, t: Any, plan: Any, mesh: Any) -> Any:
 
 
 VARLEN = {"attention_type": "varlen"}
-SDPA_CALLS = {
-    "positional": lambda layer, t, plan, mesh: layer(*t, plan),
-    "keyword": with_mask,
-    "all keywords, RankPlan": lambda layer, t, plan, mesh: layer(q=t[0], k=t[1], v=t[2], attn_mask=plan.local(mesh)),
-    "defaults spelled out": lambda layer, t, plan, mesh: layer(*t, plan, is_causal=False, dropout_p=0.0),
-}
-VARLEN_CALLS: dict[str, Any] = {
-    "both offsets": (Varlen, lambda layer, t, plan, mesh: layer(*t, plan, plan, 20, 20)),
-    "keywords": (
-        Varlen, lambda layer, t, plan, mesh: layer(*t, cu_seq_q=plan, cu_seq_k=None, max_q=0, max_k=0, scale=None),
+# A module, its style, a call, and more of `run`.
+RIGHT: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+    "positional": (SDPA, {}, lambda layer, t, plan, mesh: layer(*t, plan), {}),
+    "keyword": (SDPA, {}, with_mask, {}),
+    "all keywords, RankPlan": (
+        SDPA, {}, lambda layer, t, plan, mesh: layer(q=t[0], k=t[1], v=t[2], attn_mask=plan.local(mesh)), {},
     ),
-    "RankPlan": (OffsetsAlone, lambda layer, t, plan, mesh: layer(*t, plan.local(mesh), 20)),
+    "defaults": (SDPA, {}, lambda layer, t, plan, mesh: layer(*t, plan, is_causal=False, dropout_p=0.0), {}),
+    "the style's plan": (
+        AlwaysCausal, {"plan": CAUSAL}, lambda layer, t, plan, mesh: layer(*t), {"plan": CAUSAL, "heads": (4, 4)},
+    ),
+    "a named mask": (SDPA, {"mask_name": "full"}, with_mask, {"plan": spanwise.make_plan(
+        {"default": MASK, "full": SpanMask.causal(LENGTH)}, 2, block_size=4)}),
+    "a declared scale": (Scaled, {"scale": 0.5}, with_mask, {"heads": (4, 4), "scale": 0.5 * math.sqrt(8)}),
+    "varlen": (Varlen, VARLEN, lambda layer, t, plan, mesh: layer(*t, plan, plan, 20, 20), {}),
+    "varlen, keywords": (
+        Varlen, VARLEN,
+        lambda layer, t, plan, mesh: layer(*t, cu_seq_q=plan, cu_seq_k=None, max_q=0, max_k=0, scale=None), {},
+    ),
+    "varlen, RankPlan": (OffsetsAlone, VARLEN, lambda layer, t, plan, mesh: layer(*t, plan.local(mesh), 20), {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SDPA_CALLS)
-def test_sdpa_module(name: str) -> None:
-    run(SDPA, {}, SDPA_CALLS[name])
-
-
-@pytest.mark.parametrize("name", VARLEN_CALLS)
-def test_varlen_module(name: str) -> None:
-    module, call = VARLEN_CALLS[name]
-    run(module, VARLEN, call)
-
-
-def test_plan_of_the_style_serves_is_causal() -> None:
-    run(AlwaysCausal, {"plan": CAUSAL}, lambda layer, t, plan, mesh: layer(*t), CAUSAL, heads=(4, 4))
-
-
-def test_named_mask() -> None:
-    plan = spanwise.make_plan({"default": MASK, "full": SpanMask.causal(LENGTH)}, 2, block_size=4)
-    run(SDPA, {"mask_name": "full"}, with_mask, plan)
-
-
-def test_scale_inside_the_module_must_be_declared() -> None:
-    with pytest.raises(ValueError, match="computes something other than softmax"):
-        run(Scaled, {}, with_mask, heads=(4, 4))
-    run(Scaled, {"scale": 0.5}, with_mask, heads=(4, 4), scale=0.5 * math.sqrt(8))
+@pytest.mark.parametrize("name", RIGHT)
+def test_modules(name: str) -> None:
+    inner, style, call, more = RIGHT[name]
+    run(inner, style, call, **more)
 
 
 @pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), (4, "ulysses"), ((2, 2), "ring"), ((2, 2), "needed")])
@@ -277,6 +265,7 @@ WRONG: list[Wrong] = [
     Wrong(with_mask, "could not run", {}, nn.Identity),
     Wrong(with_mask, "computes something other", {}, DropoutInTraining),
     Wrong(with_mask, r"\['gate'\]", {}, Gated),
+    Wrong(with_mask, "computes something other than softmax", {}, Scaled),
 ]  # fmt: skip
 
 
