@@ -58,20 +58,16 @@ def assign_layout(balancer: str | LoadBalancer, problem: LayoutProblem, num_rank
     """Run a balancer; ``ValueError`` names it if its answer is not a layout of this problem."""
     check_positive(num_ranks, "num_ranks")
     balancer = resolve(balancer)
-    answer = balancer.assign(problem, num_ranks)
-    name = type(balancer).__name__
+    answer, name = balancer.assign(problem, num_ranks), type(balancer).__name__
     if not isinstance(answer, Layout):
         try:
             answer = Layout.from_owners(answer, num_ranks, problem.seq_len, problem.block_size)
         except (TypeError, ValueError) as error:
             raise ValueError(f"balancer {name}: {error}") from error
-    got, wanted = (answer.seq_len, answer.num_ranks), (problem.seq_len, num_ranks)
-    if got != wanted:
-        raise ValueError(f"balancer {name} returned a layout of (seq_len, num_ranks) {got}, wanted {wanted}")
-    if answer.batch_size not in (1, problem.batch_size):
-        raise ValueError(
-            f"balancer {name} returned a layout of batch {answer.batch_size}, wanted 1 or {problem.batch_size}"
-        )
+    got = (answer.seq_len, answer.num_ranks, answer.batch_size)
+    if got[:2] != (problem.seq_len, num_ranks) or got[2] not in (1, problem.batch_size):
+        wanted = (problem.seq_len, num_ranks, problem.batch_size)
+        raise ValueError(f"balancer {name} returned a layout of (seq_len, num_ranks, batch) {got}, wanted {wanted}")
     return answer
 
 

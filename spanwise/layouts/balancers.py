@@ -97,24 +97,16 @@ class LPT:
 
     Args:
         longest_first: heaviest blocks first; False is the shortest-first sibling, name ``"spt"``.
-        equal_tokens: ranks hold equal numbers of blocks, give or take one. False balances work alone: shards then
-            differ in length by any amount, which batched masks do not allow.
     """
 
     longest_first: bool = True
-    equal_tokens: bool = True
 
     def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64:
-        if not self.equal_tokens and problem.batch_size > 1:
-            raise ValueError(
-                f"LPT(equal_tokens=False) gives ranks different token counts in different batch rows, got batch "
-                f"{problem.batch_size}: use equal_tokens=True, or batch 1"
-            )
         has_short = problem.seq_len % problem.block_size != 0
         owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
         for row, work in enumerate(problem.block_area):
             order = np.argsort(-work if self.longest_first else work, kind="stable")
-            owner[row] = _least_loaded(work, order, num_ranks, self.equal_tokens, has_short)
+            owner[row] = _least_loaded(work, order, num_ranks, has_short)
         return owner
 
 
@@ -141,21 +133,21 @@ def head_tail_pieces(offsets: Int64, num_ranks: int) -> Int64:
     return np.column_stack([np.tile(rank, len(length)), (stop - size).ravel(), stop.ravel()])
 
 
-def _least_loaded(work: NDArray[Any], order: Int64, num_ranks: int, equal: bool, has_short: bool) -> Int64:
+def _least_loaded(work: NDArray[Any], order: Int64, num_ranks: int, has_short: bool) -> Int64:
     """Assigns blocks in ``order``, each to the rank with the least ``work`` that may hold another block.
 
-    Ties go to the rank with fewest blocks, then to the lowest. With ``equal`` a rank may hold ``num_blocks //
-    num_ranks`` blocks, and the first ranks to reach that limit take one of the remaining blocks each. Ranks are then
-    renumbered: those with more blocks come first. A short last block goes to rank 0 before all others. So token counts
-    depend on the sequence length alone, never on the mask.
+    Ties go to the rank with fewest blocks, then to the lowest. A rank may hold ``num_blocks // num_ranks`` blocks, and
+    the first ranks to reach that limit take one of the remaining blocks each. Ranks are then renumbered: those with
+    more blocks come first. A short last block goes to rank 0 before all others. So token counts depend on the sequence
+    length alone, never on the mask.
     """
     num_blocks = len(work)
-    limit, remainder = divmod(num_blocks, num_ranks) if equal else (num_blocks, 0)
+    limit, remainder = divmod(num_blocks, num_ranks)
     limits = [limit] * num_ranks
     heap: list[tuple[float, int, int]] = [(0, 0, rank) for rank in range(num_ranks)]
     cost = work.tolist()
     owner = [0] * num_blocks
-    if equal and has_short:
+    if has_short:
         order = order[order != num_blocks - 1]
         heap[0] = (cost[-1], 1, 0)
         heapq.heapify(heap)
@@ -172,8 +164,6 @@ def _least_loaded(work: NDArray[Any], order: Int64, num_ranks: int, equal: bool,
         owner[block] = rank
         heapq.heapreplace(heap, (load + cost[block], count + 1, rank))
     answer = np.array(owner, dtype=np.int64)
-    if equal:
-        label = np.empty(num_ranks, dtype=np.int64)
-        label[np.argsort(-np.bincount(answer, minlength=num_ranks), kind="stable")] = np.arange(num_ranks)
-        answer = label[answer]
-    return answer
+    label = np.empty(num_ranks, dtype=np.int64)
+    label[np.argsort(-np.bincount(answer, minlength=num_ranks), kind="stable")] = np.arange(num_ranks)
+    return label[answer]

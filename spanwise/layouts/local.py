@@ -18,28 +18,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spanwise.layouts import swaps, traffic
-from spanwise.layouts.balancers import contiguous, head_tail_pieces
-from spanwise.layouts.filling import fill
+from spanwise.layouts import filling, swaps, traffic
+from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem
-from spanwise.masks.arrays import Float64, Int64
+from spanwise.layouts.runs import subtract_runs
+from spanwise.masks import even_runs
+from spanwise.masks.arrays import Int64
 
-# Share of the slack that the work of a host may use; the rest is for the ranks inside it.
-_HOST_SLACK = 0.75
-# Share of a document up to which what a fold leaves to the next host is its first tokens instead: they read nothing of
-# this host. Predicted step with 0.25, 0.1, 0.05 and without, lognormal documents on 128 ranks: median 6k 28.5, 28.7,
-# 28.7, 31.5 ms, median 16k 115.7, 108.0, 108.0, 108.0. Among the ranks of a host it costs up to 13 %.
-_LITTLE = 0.1
-# Orders of documents to try, as many as take the time of one for 128 ranks, and how far the factors that make them are
-# from 1. On 8 and 16 ranks, 12 packings of other seeds than the benchmark's, 12 tries bring 0.89 and 0.97 of the tokens
-# of one, 40 tries 0.86 and 0.96; with 0.3 for 0.6 0.91 and 0.97.
-_TRIES, _TRIES_BY_RANKS, _SPREAD = 12, 128, 0.6
 # Ranks up to which units change places afterwards, units of a rank, and of all. Tokens received on 4 ranks, block
 # diffusion of 16,384 and of 65,536 tokens: without swaps 4,184 and 33,008, so 3,616 and 26,848, with twice the units
 # 3,632 and 30,976. CPU seconds of a plan for 8 ranks: 0.02 without swaps, 0.1 with them.
 _MOST_SWAPPED, _PER_RANK, _UNITS = 16, 16, 128
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -73,33 +63,39 @@ class Local:
     def _pieces(self, problem: LayoutProblem, row: int, num_ranks: int) -> Int64:
         """Of one batch row: the pieces with least traffic of those with least imbalance beyond the bound."""
         documents, before = problem.documents[row], problem.work_before[row]
-        sizes = problem.seq_len // num_ranks + (np.arange(num_ranks) < problem.seq_len % num_ranks)
-        mean, limit = before[-1] / num_ranks, self.max_imbalance * (1 + 1e-9)
-
-        def rated(pieces: Int64) -> tuple[float, float]:
-            work = np.bincount(pieces[:, 0], before[pieces[:, 2]] - before[pieces[:, 1]], num_ranks)
-            layout = Layout([pieces], num_ranks, problem.seq_len)
-            return max(float(work.max()), limit * mean), _received(problem, row, layout)
-
-        orders = _orders(len(documents) - 1, num_ranks if self.host_size is None else _TRIES_BY_RANKS)
-        found = [
-            pieces_of_ranks(documents, before, sizes, self.host_size or 1, self.max_imbalance, order)
-            for order in orders
-        ]
-        if len(found) == 1:
-            return found[0]
-        best = min(found, key=rated)
+        limit = self.max_imbalance * (1 + 1e-9) * before[-1] / num_ranks
+        found = filling.tries(documents, before, num_ranks, self.host_size or 1, self.max_imbalance)
+        best = _best(problem, row, num_ranks, found, limit)
         several = any(mask.num_spans > 1 for mask in problem.masks.values())  # otherwise swaps shorten no step
-        if several and num_ranks <= _MOST_SWAPPED and self.host_size is None:
+        if several and 1 < num_ranks <= _MOST_SWAPPED and self.host_size is None:
             starts = [best, contiguous(problem.seq_len, num_ranks).pieces(0)]
-            best = min([best, *_swapped(problem, row, num_ranks, starts, limit * mean)], key=rated)
+            found = [best, *_swapped(problem, row, num_ranks, starts, limit)]
+            best = _best(problem, row, num_ranks, found, limit)
         return best
 
 
-def _orders(num_documents: int, num_ranks: int) -> list[Float64]:
-    """Factors of the documents' work per unit in each try, the first all 1; no random numbers, so alike everywhere."""
-    tries = np.arange(max(1, min(_TRIES, _TRIES_BY_RANKS // num_ranks)))[:, None]
-    return list(1 + _SPREAD * (tries > 0) * (2 * (tries * np.arange(1, num_documents + 1) * _GOLDEN % 1) - 1))
+def _best(problem: LayoutProblem, row: int, num_ranks: int, tries: list[Int64], limit: float) -> Int64:
+    """Of several pieces those that receive the fewest tokens, of those with least work beyond the limit.
+
+    All tries lie on one line, so that one union and one difference serve them.
+    """
+    if len(tries) == 1:
+        return tries[0]
+    number = np.repeat(np.arange(len(tries)), [len(pieces) for pieces in tries])
+    owner, start, stop = np.concatenate(tries).T
+    owner = owner + number * num_ranks
+    before, stride = problem.work_before[row], problem.seq_len + 1
+    work = np.bincount(owner, before[stop] - before[start], len(tries) * num_ranks)
+    busiest = work.reshape(-1, num_ranks).max(axis=1)
+    held = np.column_stack([start, stop]) + (owner * stride)[:, None]
+    held, received = held[np.argsort(held[:, 0])], np.zeros(len(tries))
+    for name in sorted(problem.masks):
+        slots = problem.masks[name].even_runs(traffic.row_of(problem.masks[name], row))
+        read = even_runs.keys_read(slots, np.column_stack([start, stop]), owner, stride)
+        missing = subtract_runs(read, held)
+        of = missing[:, 0] // (stride * num_ranks)
+        received += (problem.weights or {})[name] * np.bincount(of, missing[:, 1] - missing[:, 0], len(tries))
+    return tries[int(np.lexsort((received, np.maximum(busiest, limit)))[0])]
 
 
 def _swapped(problem: LayoutProblem, row: int, num_ranks: int, starts: list[Int64], bound: float) -> list[Int64]:
@@ -122,69 +118,3 @@ def _swapped(problem: LayoutProblem, row: int, num_ranks: int, starts: list[Int6
         owner = swaps.improve(swaps.start_from(held, sizes), reads, weights, sizes, work, bound)
         found.append(np.column_stack([owner, edges[:-1], edges[1:]]))
     return found
-
-
-def _received(problem: LayoutProblem, row: int, layout: Layout) -> float:
-    """K/V tokens that all ranks receive, all masks by weight."""
-    total = 0.0
-    for name in sorted(problem.masks):
-        mask = problem.masks[name]
-        needs = traffic.needs(mask.row(traffic.row_of(mask, row)), layout, layout)[0]
-        total += (problem.weights or {})[name] * sum(int((runs[:, 1] - runs[:, 0]).sum()) for runs in needs)
-    return total
-
-
-def pieces_of_ranks(
-    documents: Int64, before: Float64, sizes: Int64, host_size: int, bound: float, order: Float64 | float = 1.0
-) -> Int64:
-    """Assigns documents to ranks.
-
-    Args:
-        documents: offsets of the documents, int64 ``[num_documents + 1]``, ascending; from 0 to the sequence's length.
-        before: work before each token, ``[num_tokens + 1]``.
-        sizes: tokens that each rank gets, ``[num_ranks]``.
-        host_size: ranks of a host; 1 if all links are alike.
-        bound: work that a rank may have, over the mean.
-        order: as in `fill`.
-
-    Returns:
-        int64 ``[num_pieces, 3]``: rank, first token and end of each piece.
-    """
-    num_ranks, mean = len(sizes), before[-1] / len(sizes)
-    items, cuts = np.column_stack([documents[:-1], documents[1:]]), np.append(0, np.cumsum(sizes))
-    if len(items) == 1 and np.diff(before[cuts]).max() <= bound * mean:  # windows: one piece a rank reads least
-        return np.column_stack([np.arange(num_ranks), cuts[:-1], cuts[1:]])
-    if not 1 < host_size < num_ranks:
-        return fill(items, before, sizes, np.ones(num_ranks), np.zeros(num_ranks), bound, order=order)
-    first = np.arange(0, num_ranks, host_size)
-    ranks = np.diff(np.append(first, num_ranks))
-    of_hosts = fill(
-        items, before, np.add.reduceat(sizes, first), ranks.astype(np.float64), np.zeros(len(first)),
-        1 + _HOST_SLACK * (bound - 1), little=_LITTLE, order=order,
-    )  # fmt: skip
-    document = np.searchsorted(documents, of_hosts[:, 1], side="right") - 1
-    whole = of_hosts[:, 2] - of_hosts[:, 1] == np.diff(documents)[document]
-    found = []
-    for host in range(len(first)):
-        own = sizes[first[host] : first[host] + ranks[host]]
-        mine = of_hosts[:, 0] == host
-        shared, others = _shared(of_hosts[mine & ~whole, 1:], len(own)), of_hosts[mine & whole, 1:]
-        had = np.bincount(shared[:, 0], before[shared[:, 2]] - before[shared[:, 1]], len(own)).astype(np.float64)
-        work = had.sum() + (before[others[:, 1]] - before[others[:, 0]]).sum()
-        allowed = max(bound * mean * len(own) / work, 1.0) if work > 0 else 1.0
-        left = own - np.bincount(shared[:, 0], shared[:, 2] - shared[:, 1], len(own)).astype(np.int64)
-        given = fill(others, before, left, np.ones(len(own)), had, allowed)
-        both = np.concatenate([shared, given])
-        both[:, 0] += first[host]
-        found.append(both)
-    return np.concatenate(found)
-
-
-def _shared(runs: Int64, num_ranks: int) -> Int64:
-    """A head and a tail of each run for every rank, as many tokens for all: rank, first unit, end; int64 ``[n, 3]``."""
-    offsets = np.append(0, np.cumsum(runs[:, 1] - runs[:, 0]))
-    pieces = head_tail_pieces(offsets, num_ranks)
-    pieces = pieces[pieces[:, 1] < pieces[:, 2]]
-    run = np.searchsorted(offsets, pieces[:, 1], side="right") - 1
-    pieces[:, 1:] += (runs[run, 0] - offsets[run])[:, None]
-    return pieces

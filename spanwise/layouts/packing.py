@@ -20,10 +20,9 @@ import numpy as np
 from spanwise.layouts.balancers import head_tail_pieces
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import ragged_arange
-from spanwise.layouts.storage import check_chunks, check_storage, side_of
 from spanwise.masks import offsets as _offsets
 from spanwise.masks.arrays import Bool, Int64
-from spanwise.masks.checks import check_positive, check_window, int_array
+from spanwise.masks.checks import check_length, check_offsets, check_positive, check_window, int_array
 from spanwise.masks.span_mask import SpanMask
 
 Side = Literal["q", "kv"]
@@ -34,8 +33,8 @@ Align = Literal["top_left", "bottom_right"]
 class Packing:
     """Packed sequences in storage, for queries and keys. Immutable; equal packings compare and hash equal.
 
-    Sequence ``s`` has the valid query tokens ``q_starts[s] … q_starts[s] + q_lens[s] - 1``; all other rows of its slot
-    ``[q_offsets[s], q_offsets[s + 1])``, and all rows before the first slot and after the last, are padding.
+    Sequence ``s`` has the valid query tokens ``q_offsets[s] … q_offsets[s] + q_lens[s] - 1``; all other
+    rows up to ``q_offsets[s + 1]``, and all rows before the first sequence and after the last, are padding.
 
     Args:
         cu_seqlens_q: cumulative valid lengths, integers ``[num_sequences + 1]``, ``0 = cu[0] <= cu[1] <= …``: list,
@@ -82,14 +81,14 @@ class Packing:
         q_len: SupportsIndex | None = None,
         kv_len: SupportsIndex | None = None,
     ) -> None:
-        lens, offsets, length = side_of("q", cu_seqlens_q, cu_seqlens_q_padded, q_len)
+        lens, offsets, length = _side("q", cu_seqlens_q, cu_seqlens_q_padded, q_len)
         if cu_seqlens_kv is None and cu_seqlens_kv_padded is not None:
             raise ValueError("cu_seqlens_kv_padded needs cu_seqlens_kv: offsets alone do not tell valid lengths")
         if cu_seqlens_kv is None:
             kv_lens, kv_offsets = lens, offsets
             kv_length = length if kv_len is None else check_storage("kv_len", offsets, kv_len)
         else:
-            kv_lens, kv_offsets, kv_length = side_of("kv", cu_seqlens_kv, cu_seqlens_kv_padded, kv_len)
+            kv_lens, kv_offsets, kv_length = _side("kv", cu_seqlens_kv, cu_seqlens_kv_padded, kv_len)
         if len(kv_lens) != len(lens):
             raise ValueError(
                 f"queries and keys must have the same number of sequences, got {len(lens)} in cu_seqlens_q and "
@@ -138,16 +137,6 @@ class Packing:
     def num_sequences(self) -> int:
         """Number of packed sequences, empty ones included."""
         return len(self.q_lens)
-
-    @property
-    def q_starts(self) -> Int64:
-        """First storage row of each sequence's queries, int64 ``[num_sequences]``; read-only."""
-        return self.q_offsets[:-1]
-
-    @property
-    def kv_starts(self) -> Int64:
-        """First storage row of each sequence's keys, int64 ``[num_sequences]``; read-only."""
-        return self.kv_offsets[:-1]
 
     @property
     def valid_q(self) -> Bool:
@@ -236,8 +225,8 @@ class Packing:
                     f"stands at the last key)"
                 )
         rows = _rows(self.q_lens, self.q_offsets)
-        diagonal = rows + np.repeat(shift - self.q_starts, self.q_lens)
-        keys, first = np.repeat(self.kv_lens, self.q_lens), np.repeat(self.kv_starts, self.q_lens)
+        diagonal = rows + np.repeat(shift - self.q_offsets[:-1], self.q_lens)
+        keys, first = np.repeat(self.kv_lens, self.q_lens), np.repeat(self.kv_offsets[:-1], self.q_lens)
         low = np.zeros_like(rows) if near is None else np.maximum(diagonal - near[0], 0)
         high = keys
         if near is not None:
@@ -324,24 +313,17 @@ class Packing:
             ValueError: an array is missing or has another shape, or as the constructor.
         """
         try:
-            lens, kv_lens = (int_array(arrays[name], name).astype(np.int64) for name in ("q_lens", "kv_lens"))
-            storage = int_array(arrays["storage"], "storage")
-            offsets, kv_offsets = arrays["q_offsets"], arrays["kv_offsets"]
-        except KeyError as missing:
-            raise ValueError(f"a packing's arrays must include {missing}, got {sorted(arrays)}") from None
-        if lens.ndim != 1 or kv_lens.ndim != 1 or storage.shape != (2,):
-            raise ValueError(
-                "q_lens and kv_lens must be [num_sequences] and storage [2], got shapes "
-                f"{list(lens.shape)}, {list(kv_lens.shape)} and {list(storage.shape)}"
+            cu_seqlens_q, cu_seqlens_kv = (
+                np.append(0, np.cumsum(int_array(arrays[name], name))) for name in ("q_lens", "kv_lens")
             )
+            q_len, kv_len = arrays["storage"].tolist()
+            offsets, kv_offsets = arrays["q_offsets"], arrays["kv_offsets"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not the arrays of a packing: {error!r}") from error
         return cls(
-            np.append(0, np.cumsum(lens)),
-            cu_seqlens_q_padded=offsets,
-            cu_seqlens_kv=np.append(0, np.cumsum(kv_lens)),
-            cu_seqlens_kv_padded=kv_offsets,
-            q_len=storage[0],
-            kv_len=storage[1],
-        )
+            cu_seqlens_q, cu_seqlens_q_padded=offsets, cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_kv_padded=kv_offsets,
+            q_len=q_len, kv_len=kv_len,
+        )  # fmt: skip
 
     def digest(self) -> bytes:
         """16 bytes that are equal exactly for equal packings (up to hash collisions), on any machine."""
@@ -380,3 +362,45 @@ class Packing:
 def _rows(lens: Int64, offsets: Int64) -> Int64:
     """Storage rows of all valid tokens, ascending."""
     return ragged_arange(np.stack([offsets[:-1], offsets[:-1] + lens], axis=1))
+
+
+def _side(side: str, cu_seqlens: Any, padded: Any, length: SupportsIndex | None) -> tuple[Int64, Int64, int]:
+    """Valid lengths, storage offsets and storage length of one side."""
+    name = f"cu_seqlens_{side}"
+    cu = check_offsets(cu_seqlens, name, start_at_zero=False)
+    if cu[0] != 0:
+        raise ValueError(
+            f"{name} counts valid tokens and must begin with 0, got {cu[0]}; storage offsets are {name}_padded"
+        )
+    offsets = cu if padded is None else check_offsets(padded, f"{name}_padded", start_at_zero=False)
+    if len(offsets) != len(cu):
+        raise ValueError(f"{name} and {name}_padded must be equally long, got {len(cu)} and {len(offsets)} entries")
+    lens, slots = np.diff(cu), np.diff(offsets)
+    for s in np.flatnonzero(lens > slots)[:1]:
+        raise ValueError(
+            f"sequence {s} has {lens[s]} tokens in {name}, but {name}_padded gives it storage for {slots[s]} only"
+        )
+    lens.setflags(write=False)
+    return lens, offsets, check_storage(f"{side}_len", offsets, length)
+
+
+def check_storage(name: str, offsets: Int64, length: SupportsIndex | None) -> int:
+    """Rows of storage: `length`, called `name`, which the slots must fit; the last offset if None."""
+    if length is None:
+        return int(offsets[-1])
+    rows = check_length(length, name)
+    if rows < offsets[-1]:
+        raise ValueError(f"{name} = {rows} rows of storage are too few: the last sequence ends at {offsets[-1]}")
+    return rows
+
+
+def check_chunks(edges: Int64, num_ranks: int, kind: str = "") -> None:
+    """Check that slots with these edges, 0 to the storage length, can be cut into dual chunks; `kind` is for errors."""
+    for s in np.flatnonzero(np.diff(edges) % (2 * num_ranks))[:1]:
+        last = len(edges) - 2
+        what = "storage before sequence 0" if s == 0 else "storage after the last sequence"
+        what = what if s in (0, last) else f"sequence {s - 1}"
+        raise ValueError(
+            f"{what} has a padded length of {edges[s + 1] - edges[s]} {kind}tokens, and the dual-chunk order needs a "
+            f"multiple of 2 * num_ranks = {2 * num_ranks}; any other balancer needs no padding"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spanwise.layouts.storage import check_chunks, check_storage
+from spanwise.layouts.packing import check_chunks, check_storage
 from spanwise.masks.checks import check_offsets
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +15,6 @@ from spanwise.layouts.assignment import assign_layout, resolve
 from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
-from spanwise.masks import even_runs
 from spanwise.masks.span_mask import SpanMask
 
 TOKEN_GRANULAR = ("contiguous", "head_tail", "per_document_head_tail")
@@ -44,22 +42,6 @@ def imbalance(layout, problem, row=0):
     return work.max() / work.mean()
 
 
-def mean_recv_tokens(layout, mask):
-    """Mean over ranks of the K/V tokens that a rank reads and does not hold."""
-    recv = []
-    for rank in range(layout.num_ranks):
-        needed = np.zeros(layout.seq_len, dtype=bool)
-        runs = layout.runs(rank)
-        for start, stop in even_runs.keys_read(mask.even_runs(), runs, 0 * runs[:, 0], mask.kv_len + 1):
-            needed[start:stop] = True
-        needed[layout.indices(rank)] = False
-        recv.append(needed.sum())
-    return np.mean(recv)
-
-
-# --- golden layouts ---------------------------------------------------------------------------------------------------
-
-
 def test_contiguous_of_a_length_that_does_not_divide():
     layout = assign_layout("contiguous", problem_of(SpanMask.causal(11)), 3)
     np.testing.assert_array_equal(layout.pieces(), [[0, 0, 4], [1, 4, 8], [2, 8, 11]])
@@ -79,21 +61,18 @@ def test_head_tail_of_any_length(seq_len, pieces):
     np.testing.assert_array_equal(layout.pieces(), pieces)
 
 
-def test_per_document_head_tail_as_documented():
-    cu_seqlens = [0, 4, 12, 16]
+@pytest.mark.parametrize(
+    ("cu_seqlens", "indices"),
+    [
+        ([0, 4, 12, 16], ([0, 3, 4, 5, 10, 11, 12, 15], [1, 2, 6, 7, 8, 9, 13, 14])),
+        # Lengths 1 2 0 3: tokens go to head 0 | head 1, tail 0 | | tail 1, head 0, head 1.
+        ([0, 1, 3, 3, 6], ([0, 2, 3], [1, 4, 5])),
+    ],
+)
+def test_per_document_head_tail_by_hand(cu_seqlens, indices):
     problem = problem_of(SpanMask.documents(cu_seqlens), cu_seqlens=cu_seqlens)
     layout = assign_layout("per_document_head_tail", problem, 2)
-    assert layout.indices(0).tolist() == [0, 3, 4, 5, 10, 11, 12, 15]
-    assert layout.indices(1).tolist() == [1, 2, 6, 7, 8, 9, 13, 14]
-
-
-def test_per_document_head_tail_spreads_left_over_tokens_over_documents():
-    # 2 ranks, lengths 1 2 0 3: tokens go to head 0 | head 1, tail 0 | | tail 1, head 0, head 1.
-    cu_seqlens = [0, 1, 3, 3, 6]
-    problem = problem_of(SpanMask.documents(cu_seqlens), cu_seqlens=cu_seqlens)
-    layout = assign_layout("per_document_head_tail", problem, 2)
-    assert layout.indices(0).tolist() == [0, 2, 3]  # the third document in chunk order: head 0, head 1, tail 1
-    assert layout.indices(1).tolist() == [1, 4, 5]
+    assert (layout.indices(0).tolist(), layout.indices(1).tolist()) == indices
 
 
 def test_each_batch_row_has_its_own_documents():
@@ -134,13 +113,6 @@ def test_a_short_last_block_is_on_rank_0():
     assert layout.indices(0)[-1] == 12
 
 
-def test_lpt_with_and_without_equal_tokens():
-    # One block outweighs all others: with equal counts its rank must take a second one, without it need not.
-    work = stub_problem(block_area=[10, 1, 1, 1])
-    assert LPT().assign(work, 2).tolist() == [[0, 1, 1, 0]]
-    assert LPT(equal_tokens=False).assign(work, 2).tolist() == [[0, 1, 1, 1]]
-
-
 def test_lpt_takes_the_left_over_block_where_it_costs_least():
     # Five blocks, four ranks: the two lightest share a rank, not the first rank's heaviest one with the lightest.
     owner = LPT().assign(stub_problem(block_area=[9, 8, 7, 2, 1]), 4)[0]
@@ -148,25 +120,20 @@ def test_lpt_takes_the_left_over_block_where_it_costs_least():
     assert sorted(owner.tolist()) == [0, 0, 1, 2, 3]
 
 
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=60), st.integers(1, 9), st.booleans())
-def test_list_scheduling_bound(work, num_ranks, longest_first):
-    owner = LPT(longest_first, equal_tokens=False).assign(stub_problem(block_area=work), num_ranks)[0]
-    load = np.bincount(owner, weights=work, minlength=num_ranks)
-    # Graham's bound for any order: the last block to end began when no rank was idle.
-    assert load.max() <= sum(work) / num_ranks + (1 - 1 / num_ranks) * max(work) + 1e-9
-    heap = [0] * num_ranks
+@given(st.integers(1, 7), st.integers(1, 9), st.booleans(), st.randoms(use_true_random=False))
+def test_list_scheduling(per_rank, num_ranks, longest_first, random):
+    """Each block to the rank with the least work that has a place; ties to the one with fewest, then the lowest."""
+    work = [random.randrange(99) for _ in range(per_rank * num_ranks)]
+    load, count = [0] * num_ranks, [0] * num_ranks
     for block in sorted(work, reverse=longest_first):
-        heapq.heapreplace(heap, heap[0] + block)
-    assert sorted(load) == sorted(heap)
+        rank = min((r for r in range(num_ranks) if count[r] < per_rank), key=lambda r: (load[r], count[r], r))
+        load[rank], count[rank] = load[rank] + block, count[rank] + 1
+    owner = LPT(longest_first).assign(stub_problem(block_area=work), num_ranks)[0]
+    assert sorted(np.bincount(owner, work, num_ranks)) == sorted(load) and np.bincount(owner).tolist() == count
 
 
-# --- balance and traffic on known masks -------------------------------------------------------------------------------
-
-# Documents and sliding window at 131,072 tokens: imbalance and mean K/V tokens received, of contiguous chunks.
-CONTIGUOUS = {
-    8: [(1.839, 2_206), (2.081, 2_445), (2.748, 4_270)],
-    64: [(3.239, 4_252), (3.731, 3_586), (4.539, 5_214)],
-}
+# Documents at 131,072 tokens: imbalance of contiguous chunks.
+CONTIGUOUS = {8: [1.839, 2.081, 2.748], 64: [3.239, 3.731, 4.539]}
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
@@ -177,9 +144,7 @@ def test_balance_on_packed_documents(seed, num_ranks):
     problem = problem_of(mask, cu_seqlens=cu_seqlens)
     layouts = {name: assign_layout(name, problem, num_ranks) for name in NAMES}
     ratio = {name: imbalance(layout, problem) for name, layout in layouts.items()}
-    expected, recv_tokens = CONTIGUOUS[num_ranks][seed]
-    assert round(ratio["contiguous"], 3) == expected
-    assert round(mean_recv_tokens(layouts["contiguous"], mask)) == recv_tokens
+    assert round(ratio["contiguous"], 3) == CONTIGUOUS[num_ranks][seed]
     assert 1.5 < ratio["head_tail"] < 2.7  # whole-sequence head-tail is made for causal masks, not for these
     assert ratio["per_document_head_tail"] < 1.002
     assert ratio["ptrr"] < (1.02 if num_ranks == 8 else 1.07)
@@ -187,25 +152,15 @@ def test_balance_on_packed_documents(seed, num_ranks):
     assert ratio["spt"] < (1.02 if num_ranks == 8 else 1.16)
 
 
-def test_balance_on_causal():
-    mask = SpanMask.causal(131_072)
-    problem = problem_of(mask)
-    contiguous, head_tail = (assign_layout(name, problem, 8) for name in ("contiguous", "head_tail"))
-    assert round(imbalance(contiguous, problem), 3) == 1.875
-    assert mean_recv_tokens(contiguous, mask) == 57_344
-    assert imbalance(head_tail, problem) == 1.0
-    assert mean_recv_tokens(head_tail, mask) == 86_016
-    assert imbalance(assign_layout("ptrr", problem, 8), problem) < 1.0001
-    assert imbalance(assign_layout("lpt", problem, 8), problem) < 1.0001
-
-
-def test_balance_of_every_batch_row():
+def test_balance_on_causal_and_of_every_batch_row():
+    problem = problem_of(SpanMask.causal(131_072))
+    ratio = [imbalance(assign_layout(name, problem, 8), problem) for name in ("contiguous", "head_tail", "ptrr", "lpt")]
+    assert (round(ratio[0], 3), ratio[1]) == (1.875, 1.0) and max(ratio[2:]) < 1.0001
     offsets = [document_offsets(16_384, seed) for seed in (0, 1)]
     problem = problem_of(stacked(*map(SpanMask.documents, offsets)), cu_seqlens=offsets, block_size=32)
     for name, bound in (("per_document_head_tail", 1.003), ("ptrr", 1.01), ("lpt", 1.001)):
         layout = assign_layout(name, problem, 8)
-        assert layout.batch_size == 2
-        assert max(imbalance(layout, problem, row) for row in range(2)) < bound, name
+        assert layout.batch_size == 2 and max(imbalance(layout, problem, row) for row in range(2)) < bound, name
 
 
 def test_weights_decide_what_is_balanced():
@@ -229,9 +184,6 @@ def test_figures_do_not_depend_on_the_order_of_masks():
     np.testing.assert_array_equal(first.area, second.area)
     np.testing.assert_array_equal(first.block_counts, second.block_counts)
     assert LayoutProblem(masks).area.dtype == LayoutProblem(masks).block_area.dtype == np.int64
-
-
-# --- any shape --------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -273,17 +225,6 @@ def test_any_problem_tiles_evenly(problem, num_ranks, name):
     assert torch.equal(restored, torch.arange(problem.seq_len).expand(layout.batch_size, -1))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_more_ranks_than_tokens(name):
-    cu_seqlens = [0, 1, 3]
-    problem = problem_of(SpanMask.documents(cu_seqlens), cu_seqlens=cu_seqlens, block_size=1)
-    layout = assign_layout(name, problem, 5)
-    assert sorted(layout.tokens_per_rank.tolist()) == [0, 0, 1, 1, 1]
-
-
-# --- a user's own balancer --------------------------------------------------------------------------------------------
-
-
 class Returns:
     """A balancer that returns what it was made with."""
 
@@ -323,7 +264,6 @@ def test_user_balancer_that_reads_the_problem():
     mask = SpanMask.documents(cu_seqlens)
     layout = assign_layout(ByDocument(), problem_of(mask, cu_seqlens=cu_seqlens), 2)
     np.testing.assert_array_equal(layout.pieces(), [[0, 0, 5], [0, 7, 19], [1, 5, 7], [1, 19, 20]])
-    assert mean_recv_tokens(layout, mask) == 0
 
 
 @pytest.mark.parametrize(
@@ -332,14 +272,13 @@ def test_user_balancer_that_reads_the_problem():
         (None, "integers, got dtype object"),
         ([0.0, 1.0, 1.0, 0.0], "integers, got dtype float64"),
         ([0, 1, 1], r"must have shape \[4\] or \[batch, 4\] \(seq_len 14, block_size 4\), got \[3\]"),
-        ([[[0, 1, 1, 0]]], r"got \[1, 1, 4\]"),
         ([[0, 1], [0]], "inhomogeneous"),
         ([0, 1, 2, 0], r"ranks in \[0, 2\), got 2"),
         ([0, 1, -1, 0], r"ranks in \[0, 2\), got -1"),
-        ([[0, 1, 1, 0]] * 3, "layout of batch 3, wanted 1 or 2"),
+        ([[0, 1, 1, 0]] * 3, r"batch\) \(14, 2, 3\), wanted \(14, 2, 2\)"),
         ([[0, 1, 1, 0], [0, 1, 1, 1]], "rank 0 gets 6 in row 0 and 4 in row 1"),
-        (Layout([[[0, 0, 12]]], 2, 12), r"layout of \(seq_len, num_ranks\) \(12, 2\), wanted \(14, 2\)"),
-        (Layout([[[0, 0, 14]]], 3, 14), r"layout of \(seq_len, num_ranks\) \(14, 3\), wanted \(14, 2\)"),
+        (Layout([[[0, 0, 12]]], 2, 12), r"\(12, 2, 1\), wanted \(14, 2, 2\)"),
+        (Layout([[[0, 0, 14]]], 3, 14), r"\(14, 3, 1\), wanted \(14, 2, 2\)"),
     ],
 )
 def test_user_balancer_with_a_bad_answer(answer, message):
@@ -348,16 +287,10 @@ def test_user_balancer_with_a_bad_answer(answer, message):
         assign_layout(Returns(answer), problem_of(mask, block_size=4), 2)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
 def test_resolve():
     assert resolve("contiguous") == Contiguous()
     assert resolve("lpt") == LPT() != resolve("spt") == LPT(longest_first=False)
-    for name in NAMES:
-        assert isinstance(resolve(name), LoadBalancer)
-    mine = HeadTail()
-    assert resolve(mine) is mine
+    assert resolve(mine := HeadTail()) is mine
     with pytest.raises(
         ValueError, match="unknown balancer 'headtail'; use 'contiguous', 'head_tail'.* 'spt', 'local' or an obj"
     ):
@@ -384,14 +317,10 @@ CAUSAL = SpanMask.causal(8)
         ({"weights": {"n": 1}}, r"weight for mask 'n', but the masks are \['m'\]"),
         ({"weights": {"m": 0}}, "weight of mask 'm' must be positive and finite, got 0"),
         ({"weights": {"m": float("nan")}}, "must be positive and finite, got nan"),
-        ({"weights": {"m": float("inf")}}, "must be positive and finite, got inf"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"cu_seqlens": [0, 5, 3, 8]}, "cu_seqlens must not decrease, got 3 after 5"),
-        ({"cu_seqlens": [1, 8]}, "begin with 0, got 1"),
         ({"cu_seqlens": [0, 7]}, "cu_seqlens must end with seq_len 8, got 7"),
-        ({"cu_seqlens": [0.0, 8.0]}, "integers"),
         ({"cu_seqlens": [[0, 8], [0, 8]]}, "cu_seqlens has 2 rows, must have 1 or 1"),
-        ({"cu_seqlens": []}, "cu_seqlens"),
     ],
 )
 def test_layout_problem_refuses(arguments, message):
@@ -414,7 +343,5 @@ def test_assign_layout_refuses():
     problem = problem_of(CAUSAL)
     with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
         assign_layout("contiguous", problem, 0)
-    with pytest.raises(ValueError, match="got batch 2: use equal_tokens=True, or batch 1"):
-        assign_layout(LPT(equal_tokens=False), problem_of(stacked(CAUSAL, CAUSAL)), 2)
     with pytest.raises(ValueError, match="'per_document_head_tail' needs cu_seqlens.*give cu_seqlens, or choose"):
         assign_layout("per_document_head_tail", problem, 2)

@@ -45,14 +45,8 @@ def packings(draw: st.DrawFn, *, square: bool | None = None, unit: int = 1) -> P
     if square if square is not None else draw(st.booleans()):
         return Packing(cu, cu_seqlens_q_padded=padded, q_len=length)
     kv_cu, kv_padded, kv_length = draw(side(num_sequences, unit))
-    return Packing(
-        cu,
-        cu_seqlens_q_padded=padded,
-        q_len=length,
-        cu_seqlens_kv=kv_cu,
-        cu_seqlens_kv_padded=kv_padded,
-        kv_len=kv_length,
-    )
+    keys = {"cu_seqlens_kv": kv_cu, "cu_seqlens_kv_padded": kv_padded, "kv_len": kv_length}
+    return Packing(cu, cu_seqlens_q_padded=padded, q_len=length, **keys)
 
 
 def dense_of(packing: Packing, causal: bool, window: tuple[int, int] | None, align: str | None) -> np.ndarray:
@@ -65,7 +59,7 @@ def dense_of(packing: Packing, causal: bool, window: tuple[int, int] | None, ali
             for j in range(keys):
                 left, right = (-1, -1) if window is None else window
                 near = (left == -1 or j >= i + shift - left) and (right == -1 or j <= i + shift + right)
-                dense[packing.q_starts[s] + i, packing.kv_starts[s] + j] = near and (not causal or j <= i + shift)
+                dense[packing.q_offsets[s] + i, packing.kv_offsets[s] + j] = near and (not causal or j <= i + shift)
     return dense
 
 
@@ -108,7 +102,7 @@ def test_windows_without_a_limit_are_those_of_transformer_engine() -> None:
 @given(packings())
 def test_valid_rows_positions_and_ids(packing: Packing) -> None:
     for name, valid in (("q", packing.valid_q), ("kv", packing.valid_kv)):
-        lens, starts = getattr(packing, f"{name}_lens"), getattr(packing, f"{name}_starts")
+        lens, starts = getattr(packing, f"{name}_lens"), getattr(packing, f"{name}_offsets")[:-1]
         length = getattr(packing, f"{name}_len")
         ids, positions = np.full(length, -1), np.zeros(length, int)
         for s, (start, count) in enumerate(zip(starts, lens, strict=True)):
@@ -177,7 +171,7 @@ def test_keys_default_to_queries_and_inputs_are_copied() -> None:
     assert packing.kv_len == STORAGE and packing.kv_offsets.tolist() == PADDED
     for array in packing.to_arrays().values():
         assert array.dtype == np.int64
-    for name in ("q_starts", "q_lens", "q_offsets", "kv_starts", "kv_lens", "kv_offsets"):
+    for name in ("q_lens", "q_offsets", "kv_lens", "kv_offsets"):
         assert not getattr(packing, name).flags.writeable
     assert not Packing([0, 3, 3, 4]).padded
     assert Packing([0, 3], q_len=4).padded and Packing([0, 3], q_len=4).square
@@ -193,63 +187,48 @@ def test_identity(first: Packing, second: Packing) -> None:
 
 
 def test_every_part_of_a_packing_counts() -> None:
-    given = {
-        "cu_seqlens_q": [0, 2, 5],
-        "cu_seqlens_q_padded": [1, 4, 8],
-        "cu_seqlens_kv": [0, 2, 5],
-        "cu_seqlens_kv_padded": [1, 4, 8],
-        "q_len": 9,
-        "kv_len": 9,
-    }
+    lens, slots = [0, 2, 5], [1, 4, 8]
+    given = {"cu_seqlens_q": lens, "cu_seqlens_q_padded": slots, "q_len": 9}
+    given |= {"cu_seqlens_kv": lens, "cu_seqlens_kv_padded": slots, "kv_len": 9}
     others = {
-        "cu_seqlens_q": [0, 3, 5],
-        "cu_seqlens_q_padded": [1, 5, 8],
-        "cu_seqlens_kv": [0, 3, 5],
-        "cu_seqlens_kv_padded": [1, 5, 8],
-        "q_len": 8,
-        "kv_len": 8,
+        name: 8 if name.endswith("len") else [0, 3, 5] if value is lens else [1, 5, 8] for name, value in given.items()
     }
     packings = [Packing(**given), *(Packing(**{**given, name: value}) for name, value in others.items())]
     assert len({packing.digest() for packing in packings}) == len(set(packings)) == len(packings)
     assert [packing.square for packing in packings] == [True] + [False] * 6
 
 
-def test_what_a_packing_refuses() -> None:
-    cases = [
-        (lambda: Packing([0, 5], cu_seqlens_q_padded=[0, 4]), "sequence 0 has 5 tokens .* storage for 4 only"),
-        (lambda: Packing([0, 5, 4]), "cu_seqlens_q must not decrease, got 4 after 5 at position 2"),
-        (lambda: Packing([0, 2, 4], cu_seqlens_q_padded=[4, 8, 6]), "cu_seqlens_q_padded must not decrease"),
-        (lambda: Packing([0, 2], cu_seqlens_q_padded=[-1, 6]), "cu_seqlens_q_padded must not be negative"),
-        (lambda: Packing([2, 4]), "must begin with 0, got 2; storage offsets are cu_seqlens_q_padded"),
-        (lambda: Packing([0, 2, 4], cu_seqlens_q_padded=[0, 4]), "equally long, got 3 and 2 entries"),
-        (lambda: Packing([0, 2, 4], cu_seqlens_kv=[0, 4]), "same number of sequences, got 2 .* and 1"),
-        (lambda: Packing([0, 4], cu_seqlens_kv=[0, 5], cu_seqlens_kv_padded=[0, 4]), "5 tokens in cu_seqlens_kv"),
-        (lambda: Packing([0, 4], cu_seqlens_kv_padded=[0, 4]), "cu_seqlens_kv_padded needs cu_seqlens_kv"),
-        (lambda: Packing([0, 4], q_len=3), "q_len = 3 .* too few: the last sequence ends at 4"),
-        (lambda: Packing([0, 4], kv_len=3), "kv_len = 3 .* too few: the last sequence ends at 4"),
-        (lambda: Packing([0.0, 4.0]), "cu_seqlens_q must hold integers"),
-        (lambda: Packing([]), r"cu_seqlens_q must be offsets .*, got shape \[0\]$"),
-        (lambda: Packing([[0, 4]]), r"got shape \[1, 2\]; cu_seqlens_q.squeeze\(0\) takes the batch dim off"),
-        (lambda: Packing(torch.tensor([[0, 4]] * 3)), r"got shape \[3, 2\]$"),
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(cu_seqlens_q=[0, 5], cu_seqlens_q_padded=[0, 4]), "sequence 0 has 5 tokens .* storage for 4 only"),
+        (dict(cu_seqlens_q=[0, 5, 4]), "cu_seqlens_q must not decrease, got 4 after 5 at position 2"),
+        (dict(cu_seqlens_q=[0, 2], cu_seqlens_q_padded=[-1, 6]), "cu_seqlens_q_padded must not be negative"),
+        (dict(cu_seqlens_q=[2, 4]), "must begin with 0, got 2; storage offsets are cu_seqlens_q_padded"),
+        (dict(cu_seqlens_q=[0, 2, 4], cu_seqlens_q_padded=[0, 4]), "equally long, got 3 and 2 entries"),
+        (dict(cu_seqlens_q=[0, 2, 4], cu_seqlens_kv=[0, 4]), "same number of sequences, got 2 .* and 1"),
+        (dict(cu_seqlens_q=[0, 4], cu_seqlens_kv_padded=[0, 4]), "cu_seqlens_kv_padded needs cu_seqlens_kv"),
+        (dict(cu_seqlens_q=[0, 4], q_len=3), "q_len = 3 .* too few: the last sequence ends at 4"),
+        (dict(cu_seqlens_q=[0, 4], kv_len=3), "kv_len = 3 .* too few: the last sequence ends at 4"),
+        (dict(cu_seqlens_q=[0.0, 4.0]), "cu_seqlens_q must hold integers"),
+        (dict(cu_seqlens_q=[[0, 4]]), r"got shape \[1, 2\]"),
+        (dict(cu_seqlens_q=[0, 5, 9, -1, -1]), "got -1 after 9 at position 3"),
         (
-            lambda: Packing([0, 5, 9, -1, -1]),
-            r"got -1 after 9 at position 3; if the 2 entries .* cut off the tail, cu_seqlens_q\[:3\]",
-        ),
-        (
-            lambda: Packing([0, 5, 9], cu_seqlens_q_padded=[0, 8, 16, 0]),
-            r"got 0 after 16 at position 3; if that entry is filling, .* cu_seqlens_q_padded\[:3\]",
-        ),
-        (lambda: Packing([0, 5, -1, 9]), "got -1 after 5 at position 2$"),
-        (
-            lambda: Packing([0, 5, 9], cu_seqlens_q_padded=[0, 8, 16], cu_seqlens_kv=[0, 5, 9]),
+            dict(cu_seqlens_q=[0, 5, 9], cu_seqlens_q_padded=[0, 8, 16], cu_seqlens_kv=[0, 5, 9]),
             "pads the queries alone: give cu_seqlens_kv_padded too",
         ),
-        (lambda: Packing([0, 4]).positions("k"), 'side must be "q" or "kv"'),
-        (lambda: Packing.from_arrays({}), "must include 'q_lens'"),
-    ]
-    for make, message in cases:
-        with pytest.raises(ValueError, match=message):
-            make()
+    ],
+)
+def test_what_a_packing_refuses(given: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Packing(**given)
+
+
+def test_unknown_sides_and_arrays_are_refused() -> None:
+    with pytest.raises(ValueError, match='side must be "q" or "kv"'):
+        Packing([0, 4]).positions("k")
+    with pytest.raises(ValueError, match="not the arrays of a packing: .*'q_lens'"):
+        Packing.from_arrays({})
 
 
 def test_keys_of_other_lengths_need_no_padding() -> None:
@@ -262,7 +241,6 @@ def test_keys_of_other_lengths_need_no_padding() -> None:
 @pytest.mark.parametrize(
     ("packing", "message"),
     [
-        (Packing([0]), "no query rows .0 sequences, 0 query and 0 key rows.* skip this batch"),
         (Packing([0, 0, 0]), "no query rows .2 sequences, 0 query and 0 key rows.* skip this batch"),
         (Packing([0, 3], cu_seqlens_kv=[0, 0]), "no key rows .1 sequences, 3 query and 0 key rows.* skip"),
         (Packing([0, 0], cu_seqlens_kv=[0, 3]), "no query rows .1 sequences, 0 query and 3 key rows.* skip"),

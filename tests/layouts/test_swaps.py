@@ -9,7 +9,8 @@ import pytest
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.layouts import local, swaps
+from spanwise.layouts import swaps
+from spanwise.layouts.filling import tries
 
 MASKS = {
     "tree": SpanMask.tree([-1, 0, 0, 1, 1], [50, 40, 60, 30, 76]),
@@ -66,11 +67,9 @@ def test_layouts_are_balanced_and_receive_less(name: str) -> None:
     mask = MASKS[name]
     plan = spanwise.make_plan(mask, 4, balancer="local", exchange="needed", block_size=4)
     problem = spanwise.LayoutProblem({"default": mask}, block_size=4)
-    size = mask.q_len // 4
-    pieces = local.pieces_of_ranks(problem.documents[0], problem.work_before[0], np.full(4, size), 1, 1.02)
-    other = plan.replace(
-        layout=spanwise.Layout([pieces], 4, mask.q_len), kv_layout=spanwise.Layout([pieces], 4, mask.q_len)
-    )
+    pieces = tries(problem.documents[0], problem.work_before[0], 4, 1, 1.02)[0]
+    layout = spanwise.Layout([pieces], 4, mask.q_len)
+    other = plan.replace(layout=layout, kv_layout=layout)
     assert plan.imbalance() <= max(1.025, other.imbalance())
     assert plan.recv_tokens().sum() <= other.recv_tokens().sum() * (0.95 if name == "block diffusion" else 1)
 
