@@ -263,19 +263,12 @@ class Packing:
                 f"{self.kv_len}"
             )
         start, end = mask.start[0], mask.end[0]
-        for row in np.flatnonzero((start < end).any(axis=0) & ~self.valid_q)[:1]:
-            raise ValueError(
-                f"query row {row} is padding, but the mask lets it read the keys [{start[0, row]}, {end[0, row]}); "
-                "intersect the mask with packing.mask(causal=False)"
-            )
         padding_before = np.append(0, np.cumsum(~self.valid_kv))
-        wrong = padding_before[start] < padding_before[end]
+        wrong = (start < end) & (~self.valid_q | (padding_before[start] < padding_before[end]))
         for slot, row in np.argwhere(wrong)[:1]:
-            low, high = start[slot, row], end[slot, row]
-            key = low + int(np.argmin(self.valid_kv[low:high]))
             raise ValueError(
-                f"key {key} is padding, but the mask lets query row {row} read the keys [{low}, {high}); intersect the "
-                "mask with packing.mask(causal=False)"
+                f"the mask lets query row {row} read the keys [{start[slot, row]}, {end[slot, row]}), and that row or "
+                f"one of the keys is padding; intersect the mask with packing.mask(causal=False)"
             )
 
     def dual_chunk_layout(self, num_ranks: int, side: Side = "q") -> Layout:
