@@ -115,6 +115,35 @@ def test_matches_one_device(exchange: dict[str, Any], num_ranks: int, name: str,
     check(whole, plan, results, tolerance)
 
 
+@pytest.mark.parametrize("exchange", [{"exchange": "needed", "stages": 2}, {"exchange": "ring"}], ids=named)
+def test_absorbed(exchange: dict[str, Any]) -> None:
+    """Queries in the space of latents, of which all heads read the one that travels."""
+    mask = MASKS["documents"]
+    whole = expected(mask, 1)
+    plan = spanwise.make_plan(mask, 3, **exchange, block_size=8)
+    with torch.no_grad():  # a bias of K shifts all scores of a row alike; that of V is not absorbed
+        whole.expansion.up.bias.zero_()
+        weight = whole.expansion.up.weight.unflatten(0, (HEADS, -1)).clone()
+    into, back = weight.split([NOPE, V_DIM], dim=1)
+    leaves = [x.detach().requires_grad_() for x in whole.inputs]
+    want = dense_attention(leaves[0], *whole.expansion(*leaves[1:]), torch.from_numpy(mask.dense()))[0]
+    wanted = [want, *torch.autograd.grad(want, leaves, whole.cotangents[0])]
+
+    def on_rank(rank: int, mesh: Any) -> list[torch.Tensor]:
+        own = [spanwise.shard(plan, mesh, x.detach(), dim=2).requires_grad_() for x in whole.inputs]
+        q = torch.cat([own[0][..., :NOPE] @ into, own[0][..., NOPE:]], dim=-1)
+        out = spanwise.context_parallel_attention(
+            q, *own[1:], plan.local(mesh), kernel="reference", scale=(NOPE + ROPE) ** -0.5,
+            expand=lambda latents, rotary: (torch.cat([latents, rotary], dim=-1), latents),
+        )  # fmt: skip
+        out = out @ back.mT
+        return [out, *torch.autograd.grad(out, own, spanwise.shard(plan, mesh, whole.cotangents[0], dim=2))]
+
+    for rank, results in enumerate(run_ranks(3, on_rank)):
+        for got, reference in zip(results, wanted, strict=True):
+            torch.testing.assert_close(got, plan.shard(reference, rank, dim=2), rtol=1e-10, atol=1e-10)
+
+
 def test_under_a_checkpoint() -> None:
     mask = SpanMask.documents([0, 20, 67])
     whole, plan = expected(mask, 1), spanwise.make_plan(mask, 2, exchange="needed", stages=2, block_size=4)
