@@ -6,19 +6,16 @@ Calibration also measures links between devices, so the command needs two. With 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.gpu.clock import device_of
-from benchmarks.gpu.rows import Context, write_row
+from benchmarks.gpu.rows import Context, attempt, write_row
 from spanwise.attention.kernels.table import resolve
 from spanwise.calibrate.compute import copy_rate, matmul_rate, time_attention
 from spanwise.calibrate.fit import fit_attention
 from spanwise.calibrate.measure import _device_name, _memory
 from spanwise.calibrate.ranks import Ranks
-from spanwise.cli.calibrate import CalibrateOptions, calibrate
 
 
 class Alone(Ranks):
@@ -43,38 +40,16 @@ def run(context: Context) -> None:
     write_row(context.rows, what="matrix product", tflops=matmul_rate(alone, dtype, repeats) / 1e12)
     write_row(context.rows, what="memory, read and written", gb_per_s=copy_rate(alone, repeats) / 1e9)
     kernel = resolve("auto", device)
-    calls, seconds = time_attention(alone, kernel, heads, dtype, [*fitted, *others], repeats)
-    known = [any(call.what.startswith(f"{n} tokens in documents of {m},") for n, m in fitted) for call in calls]
-    pairs = [pair for pair, is_known in zip(zip(calls, seconds, strict=True), known, strict=True) if is_known]
+    known = time_attention(alone, kernel, heads, dtype, fitted, repeats)
     try:
-        rates, _ = fit_attention(*(list(x) for x in zip(*pairs, strict=True)))
+        rates, _ = fit_attention(*known)
     except ValueError as error:
         # Times of a busy host need not grow with the work; those of a GPU must.
         write_row(context.rows, what="fit", status="not possible" if context.dry else "failed", error=str(error))
-    else:
-        write_row(context.rows, what="fit", **rates)
-        _predict(context, rates, calls, seconds, known)
-    _command(context)
-
-
-def _predict(
-    context: Context, rates: dict[str, float], calls: list[Any], seconds: list[float], known: list[bool]
-) -> None:
-    for call, measured, was_fitted in zip(calls, seconds, known, strict=True):
-        if was_fitted:
-            continue
-        rate = rates["attention_backward_flops" if call.backward else "attention_flops"]
-        work = call.flops + rates["edge_pairs"] * call.tokens * call.pair_flops
-        row = {"call": call.what, "backward": call.backward, "measured_ms": 1e3 * measured}
-        write_row(context.rows, what="prediction", **row, predicted_ms=1e3 * (rates["kernel_seconds"] + work / rate))
-
-
-def _command(context: Context) -> None:
-    """The command itself, where there are two devices for it."""
-    if context.dry or torch.cuda.device_count() < 2:
-        reason = "it measures links between devices; there is one"
-        write_row(context.rows, what="spanwise calibrate", status="not possible", error=reason)
         return
-    options = CalibrateOptions(ranks=2, device="cuda", dtype="bfloat16", out=str(Path(context.rows.parent, "hw.json")))
-    code = calibrate(options, None)
-    write_row(context.rows, what="spanwise calibrate", status="failed" if code else "ok")
+    write_row(context.rows, what="fit", **rates)
+    for call, seconds in zip(*time_attention(alone, kernel, heads, dtype, others, repeats), strict=True):
+        with attempt(context.rows, what="prediction", call=call.what, backward=call.backward) as found:
+            rate = rates["attention_backward_flops" if call.backward else "attention_flops"]
+            work = call.flops + rates["edge_pairs"] * call.tokens * call.pair_flops
+            found |= {"measured_ms": 1e3 * seconds, "predicted_ms": 1e3 * (rates["kernel_seconds"] + work / rate)}

@@ -25,14 +25,10 @@ def run(context: Context) -> None:
     if not context.dry:
         found = torch.cuda.get_device_properties(0)
         facts |= {
-            "device": found.name,
-            "devices": torch.cuda.device_count(),
-            "capability": f"{found.major}.{found.minor}",
-            "memory": found.total_memory,
-            "multiprocessors": found.multi_processor_count,
-            "driver": _driver(),
+            "device": found.name, "devices": torch.cuda.device_count(), "capability": f"{found.major}.{found.minor}",
+            "memory": found.total_memory, "multiprocessors": found.multi_processor_count, "driver": _driver(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+        }  # fmt: skip
         x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
         facts["computes"] = bool((x @ x).isfinite().all())
     write_row(context.rows, **facts)

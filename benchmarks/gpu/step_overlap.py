@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import spanwise
 from benchmarks.gpu.clock import device_of, medians
-from benchmarks.gpu.rows import Context, write_row
+from benchmarks.gpu.rows import Context, attempt, write_row
 from spanwise import _torch, overlap
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3.5e-2}
@@ -52,11 +52,8 @@ def run(context: Context) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
         mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
         for part in (compiled_step, compiled_attention):
-            try:
+            with attempt(context.rows, what=part.__name__.replace("_", " "), case="all"):
                 part(context, device, mesh)
-            except Exception as error:
-                text = f"{type(error).__name__}: {str(error).strip()[:400]}"
-                write_row(context.rows, what=part.__name__.replace("_", " "), status="failed", error=text)
         dist.destroy_process_group()
 
 
@@ -95,14 +92,9 @@ def compiled_step(context: Context, device: torch.device, mesh: DeviceMesh) -> N
     launches = [len(result.timeline.dag.starts) for result in results]
     for case, seconds in medians(cases, device, 2 if context.dry else 10).items():
         error = _error(outcomes[case], outcomes["eager"])
-        fine = error <= _TOLERANCE[dtype]
-        row = {
-            "what": "compiled step",
-            "case": case,
-            "ms": 1e3 * seconds,
-            "error": f"differs by {error:.1e}" * (not fine),
-        }
-        write_row(context.rows, **row, differs=error, launches=launches, status="ok" if fine else "failed")
+        status = "ok" if error <= _TOLERANCE[dtype] else "failed"
+        row = {"what": "compiled step", "case": case, "ms": 1e3 * seconds, "differs": error}
+        write_row(context.rows, **row, launches=launches, status=status)
     measured = overlap.measure(
         *(result.graph_module for result in results[:2]), device=context.device, fallback=spanwise.H100
     )
