@@ -62,7 +62,7 @@ def test_fit_stands_noise_on_both_sides(sigma: float, drift: float, spread: floa
     calls = synthetic_calls()
     rng = np.random.default_rng(0)
     rates = []
-    for _ in range(40):
+    for _ in range(20):
         noisy = attention_seconds(calls, 1e-3, 100) * np.exp(sigma * rng.standard_normal(len(calls)))
         rates.append(math.log(fit_attention(calls, noisy.tolist())[0]["attention_flops"] / 5e10))
     assert abs(np.mean(rates)) < drift and np.std(rates) < spread

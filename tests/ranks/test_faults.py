@@ -120,7 +120,7 @@ DIFFERING = [
     Differing("attention", ("no gradient",), 2, "ulysses", steady=8),
     *(Differing("cross_entropy", (what,), steady=8) for what in ("a count", "no gradient")),
     pytest.param(Differing("attention", ("compiled",)), marks=COMPILED),
-    compiled("attention", "aot_eager", "dtype"),
+    compiled("attention", "aot_eager", "dtype", "plan"),
     compiled("token_logprobs", "aot_eager", "a temperature"),
     compiled("cross_entropy", "aot_eager", "a count", "no count"),
     compiled("unshard_edges", "aot_eager", "dtype", marks=(COMPILED, SLOW)),

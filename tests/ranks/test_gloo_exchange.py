@@ -81,22 +81,14 @@ def exchange_many(rank: int, mesh: DeviceMesh) -> list[Any]:
             wrong += [] if same(_torch.wait(pending), expected) else [(which, i, *kinds[i])]
         again = [same(_torch.wait(pending), expected) for pending, expected in under_way]  # waited for: no harm
         wrong += [] if all(again) else [(which, "second wait")]
-    return wrong
+    whole = [(torch.arange(24.0).view(4, 6) + 100 * peer).t() for peer in range(3)]  # 6 rows that lie across each other
+    received = _torch.wait(_torch.start_all_to_all(whole[rank], [2, 2, 2], [2, 2, 2], name))
+    strided = torch.equal(received, torch.cat([x[2 * rank : 2 * rank + 2] for x in whole]))
+    return wrong + ([] if strided else ["strided"])
 
 
 def test_values_of_many_under_way(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(3, exchange_many) == [[], [], []]
-
-
-def strided(rank: int, mesh: DeviceMesh) -> bool:
-    name = mesh.get_group().group_name
-    whole = [(torch.arange(24.0).view(4, 6) + 100 * peer).t() for peer in (0, 1)]  # 6 rows that lie across each other
-    received = _torch.wait(_torch.start_all_to_all(whole[rank], [3, 3], [3, 3], name))
-    return torch.equal(received, torch.cat([x[3 * rank : 3 * rank + 3] for x in whole]))
-
-
-def test_rows_that_are_not_contiguous(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(2, strided) == [True, True]
 
 
 class Calls(TorchDispatchMode):
@@ -203,19 +195,6 @@ def plan_of(num_ranks: int | tuple[int, int], balancer: str = "lpt", **way: Any)
 def problem_of(seed: int = 0, heads: tuple[int, int] = (6, 2)) -> Problem:
     """Six query heads go with three ranks that trade heads, and two K/V heads do not."""
     return make_problem(MASK.dense(), heads=heads, dims=(8, 6), dtype=torch.float32, seed=seed)
-
-
-def attend_on_axis(rank: int, mesh: DeviceMesh, plans: list[spanwise.Plan]) -> list[float]:
-    """Every dp row works on a problem of its own, at the same time."""
-    cp, problem = mesh["cp"], problem_of(mesh.get_local_rank("dp"))
-    return [x for plan in plans for x in errors(plan, cp.get_local_rank(), problem, step(plan, cp, problem))]
-
-
-@pytest.mark.parametrize("names", [("dp", "cp"), ("cp", "dp")])
-def test_two_groups_at_once(gloo_pool: GlooPool, names: tuple[str, str]) -> None:
-    plans = [plan_of(2, **NEEDED, keep_kv=keep_kv) for keep_kv in (True, False)]
-    for found in gloo_pool.run(4, attend_on_axis, plans, mesh_shape=(2, 2), mesh_dim_names=names):
-        assert max(found) <= 1e-5
 
 
 def beside_other_traffic(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:

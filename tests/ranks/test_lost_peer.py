@@ -235,6 +235,7 @@ def test_ranks_that_are_left_name_the_lost_one(worlds: Callable[[str], Processes
         assert outcomes[scenario.lost[0]].exit_code == -signal.SIGKILL
     if name == "sub-mesh":  # the other half of the mesh goes on
         assert all(outcome.error is outcome.exit_code is None for outcome in outcomes[:2])
+        assert outcomes[2].error.lost == (1,)
     if name == "asleep":  # it wakes up and finds that the others were there
         assert outcomes[1].error.lost == () and "all ranks are there" in str(outcomes[1].error)
 
