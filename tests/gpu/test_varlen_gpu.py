@@ -151,12 +151,6 @@ def never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_guard_against_waiting_works() -> None:
-    x = torch.ones(1, device=DEVICE)
-    with pytest.raises(RuntimeError, match="synchroniz"), never_waiting():
-        x.item()
-
-
 @pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
 def test_a_kernel_call_never_waits(layout: str) -> None:
     """Two batch rows on one row's tables, so that offsets are made on the device."""
