@@ -101,6 +101,7 @@ def test_a_step_of_parts() -> None:
     assert [link.ranks for link in apart(spanwise.H100, 8).links] == [None]
 
 
+@pytest.mark.slow
 def test_many_ranks_take_seconds() -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(np.log(8000), 1.3, 2000).astype(int) + 1, 1 << 18)

@@ -91,7 +91,6 @@ ON_HOST = {
     "recurrence/slabs.py": {"counts.tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/trees.py": {"torch.tensor(list(digest), dtype=torch.uint8)"},
-    "batch/sharding.py": {"int(shifts)", "torch.as_tensor(row)"},
     "batch/loss.py": {
         "num_valid.item()",
         "int((labels != IGNORE_INDEX).sum())",

@@ -52,6 +52,7 @@ def test_a_world_goes_on_after_bad_cells(tmp_path: Path) -> None:
     assert "planted" in found[1]["error"] and "9" in found[4]["error"] and "no such thing" in found[5]["error"]
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(command.SECONDS, "absent", 60)
     seen: list[Any] = []

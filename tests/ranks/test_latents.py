@@ -226,6 +226,7 @@ def test_what_is_refused(rows: tuple[int, int], expand: Any) -> None:
         spanwise.context_parallel_attention(torch.randn(1, 2, 6, 4), k, v, plan, None, expand=expand)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled(gloo_pool: GlooPool) -> None:
     results = gloo_pool.run(2, compiled_step, 3)

@@ -241,7 +241,7 @@ def test_what_is_refused() -> None:
     refused("the tree has 3 tokens",
             lambda: spanwise.shard_batch({"x": ids}, plan.local(None), tree=TokenTree([-1], [3])))  # fmt: skip
     refused(r"mask 'default' of the plan lets token 5 \(batch row 0\) read", lambda: spanwise.shard_edges(tree, other))
-    refused("the plan has a packing", lambda: spanwise.shard_edges(TokenTree([-1], [7]), packed))
+    refused("a plan with a packing", lambda: spanwise.shard_edges(TokenTree([-1], [7]), packed))
     refused("takes a Plan, .* got a RankPlan", lambda: spanwise.shard_edges(tree, plan.local(None)))
     refused("needs their mesh", lambda: spanwise.shard_edges(tree, rows))
     refused("lays out 2 batch rows differently.*TokenTree.pack",

@@ -116,7 +116,7 @@ def test_places_in_the_outputs_of_a_rank() -> None:
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
 @pytest.mark.filterwarnings("ignore:.*(script_method. is deprecated|be instantiated):DeprecationWarning")  # of torch
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_functions_of_a_ranks_outputs(backend: str) -> None:
     torch._dynamo.reset()
     plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 20, 64]), 2)
