@@ -57,27 +57,6 @@ def test_no_layout_beats_the_bound(length, ranks, size):
     assert any(bound == least_once[most] > 0 for most, bound in once_bounds.items())  # as high as can be
 
 
-@pytest.mark.parametrize("lengths, hosts", [([9, 1, 1, 1], 2), ([10], 2), ([7, 1, 1], 3), ([5, 2, 2], 3), ([8, 1], 3)])
-def test_no_layout_beats_the_bound_of_hosts_that_must_hold_tokens(monkeypatch, lengths, hosts):
-    """All layouts of some causal documents on hosts, by brute force; at prices that matter for short documents."""
-    monkeypatch.setattr(host_bounds, "_TOKEN_PRICES", (0.0, 0.3, 0.5, 0.7, 0.9))
-    monkeypatch.setattr(host_bounds, "_WORK_PRICES", (0.1, 0.2, 0.5, 1.0))
-    host = np.array(list(itertools.product(range(hosts), repeat=sum(lengths))))
-    area = np.concatenate([np.arange(1, n + 1) for n in lengths])
-    on = host[:, :, None] == np.arange(hosts)
-    work, tokens = (on * area[:, None]).sum(axis=1).max(axis=1), on.sum(axis=1).min(axis=1)
-    last = np.maximum.reduceat(on * area[:, None], np.cumsum([0, *lengths[:-1]]), axis=1)  # row + 1, 0 without one
-    crossing = last.sum(axis=(1, 2)) - sum(lengths)
-    found = []
-    for most, least in np.unique(np.column_stack([work, tokens]), axis=0):
-        bound = host_bounds._once_bound(np.array(lengths, float), float(most), float(least))
-        alone = sum(host_bounds._document_bound_once(n, float(most)) for n in lengths if n * (n + 1) / 2 > most)
-        found.append((bound, crossing[(work <= most) & (tokens >= least)].min(), alone))
-    bounds, possible, alone = np.transpose(found)
-    assert (bounds <= possible + 1e-9).all() and (bounds >= 0).all()
-    assert len(lengths) == 1 or (bounds > alone).any()  # tokens of others that must lie somewhere
-
-
 def test_only_causal_documents_longer_than_a_host_count():
     plan = make_plan(SpanMask.causal(4096), 16, balancer="head_tail", exchange="needed", hardware=spanwise.H100)
     assert 0 < host_bounds.bounds(plan, 8)[0] <= plan.host_traffic().between

@@ -78,15 +78,6 @@ def test_the_fastest_way_is_taken_and_explained() -> None:
     assert "recurrent layers 'gdn' (36) in " in plan.explain()
 
 
-def test_the_layout_of_recurrent_layers() -> None:
-    mask = spanwise.SpanMask.causal(64)
-    plan = spanwise.make_plan(mask, 4, balancer="head_tail", exchange="needed", block_size=4, recurrences=GDN)
-    here, there = (plan.replace(relayout=moves).recurrent() for moves in (False, True))
-    assert here.layout == plan.layout
-    assert [there.layout.runs(rank).tolist() for rank in range(4)] == [[[16 * r, 16 * r + 16]] for r in range(4)]
-    assert not there.relayout and there.recurrences == plan.recurrences
-
-
 def test_files_and_fingerprints(tmp_path: Path) -> None:
     plan = spanwise.make_plan(spanwise.SpanMask.causal(64), 2, block_size=4, recurrences=GDN, **SHAPE)
     plan.save(tmp_path / "plan")
@@ -94,6 +85,9 @@ def test_files_and_fingerprints(tmp_path: Path) -> None:
     assert again == plan and again.recurrences == GDN and again.relayout == plan.relayout
     assert plan.replace(relayout=not plan.relayout) != plan
     assert plan.replace(recurrences=None) != plan
+    here, there = (plan.replace(relayout=moves).recurrent() for moves in (False, True))
+    assert here.layout == plan.layout and not there.relayout and there.recurrences == plan.recurrences
+    assert [there.layout.runs(rank).tolist() for rank in range(2)] == [[[0, 32]], [[32, 64]]]
 
 
 def test_errors() -> None:

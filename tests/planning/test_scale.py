@@ -32,11 +32,6 @@ def check_quality(plan, most_over_bound):
     assert 0 < once_bound <= moved.once == moved.between <= most_over_bound * once_bound
 
 
-def test_128_ranks_are_balanced_and_close_to_the_bound():
-    mask = SpanMask.documents(lognormal(2**21, 1250, 2_000, 1.6))
-    check_quality(make_plan(mask, 128, balancer="local", exchange="hierarchical", hardware=spanwise.H100), 1.75)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("median, sigma", [(2_000, 1.6), (16_000, 1.2)])
 def test_1024_ranks_with_10_000_documents(median, sigma):
@@ -52,10 +47,9 @@ def test_1024_ranks_with_10_000_documents(median, sigma):
     assert time.process_time() - started < 0.1  # 0.04 s on a quiet machine
 
 
-@pytest.mark.parametrize("exchange", ["needed", "hierarchical", "all_gather"])
-def test_a_rank_writes_its_indices_once(exchange):
+def test_a_rank_writes_its_indices_once():
     mask = SpanMask.causal(2**23)  # a rank of 512 receives half of all tokens, and sends as many rows
-    plan = make_plan(mask, 512, balancer="contiguous", exchange=exchange, stages=1, hardware=spanwise.H100)
+    plan = make_plan(mask, 512, balancer="contiguous", exchange="needed", stages=1)
     built = build(plan, 256)
     leaves = [x for x in _torch.tree_leaves(built) if isinstance(x, torch.Tensor)]
     count = sum(x.numel() for x in leaves)

@@ -171,10 +171,7 @@ def test_a_ring_simulated_by_hand(ranks, bandwidth: float) -> None:
     assert forward.compute == pytest.approx(4 * compute, rel=1e-6)
 
 
-WAYS = [
-    (8, "all_gather"), (8, "needed"), (8, "ring"), (8, "ulysses"),
-    ((4, 2), "all_gather"), ((4, 2), "needed"), ((2, 4), "ring"),
-]  # fmt: skip
+WAYS = [(8, "all_gather"), (8, "needed"), (8, "ring"), (8, "ulysses"), ((4, 2), "needed"), ((2, 4), "ring")]
 
 
 @pytest.mark.parametrize(("ranks", "exchange"), WAYS, ids=str)
