@@ -38,9 +38,6 @@ def torch_block_mask(mask, size):
     return create_block_mask(mask.mask_mod("cpu"), mask.batch_size, None, mask.q_len, mask.kv_len, "cpu", size)
 
 
-# ---------------------------------------------------------------- spans -> FlexAttention
-
-
 @given(masks().filter(lambda m: m.q_len and m.kv_len), st.integers(1, 20))
 def test_block_mask_is_torchs_own(mask, size):
     """All eight lists, the transposed ones and short last blocks included."""
@@ -92,14 +89,9 @@ def test_flex_attention_computes_the_mask(mask):
 def test_mask_mod_is_the_mask(mask):
     again = SpanMask.from_mask_mod(mask.mask_mod(), mask.q_len, mask.kv_len, batch_size=mask.batch_size)
     assert again == mask
-
-
-def test_a_mask_of_batch_one_ignores_the_batch_index():
-    mask = SpanMask.documents([0, 3, 8])
-    assert SpanMask.from_mask_mod(mask.mask_mod(), 8, 8, batch_size=3) == SpanMask.stack([mask] * 3)
-
-
-# ---------------------------------------------------------------- FlexAttention -> spans
+    if mask.batch_size == 1:  # it ignores the batch index
+        three = SpanMask.from_mask_mod(mask.mask_mod(), mask.q_len, mask.kv_len, batch_size=3)
+        assert three == SpanMask.stack([mask] * 3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -167,9 +159,6 @@ def test_only_listed_blocks_count():
     assert SpanMask.from_block_mask(full) == SpanMask.full(7, 3)
 
 
-# ---------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     "mask_mod",
     [
@@ -185,28 +174,29 @@ def test_a_mask_mod_that_depends_on_the_head_is_refused(mask_mod):
         SpanMask.from_block_mask(create_block_mask(mask_mod, 1, None, 8, 8, "cpu", 4))
 
 
-def test_block_lists_that_differ_between_heads_are_refused():
-    count = torch.tensor([[[1], [2]]], dtype=torch.int32)
-    index = torch.tensor([[[[0, 1]], [[0, 1]]]], dtype=torch.int32)
-    block_mask = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=4, mask_mod=noop_mask, seq_lengths=(4, 8))
-    with pytest.raises(
-        ValueError, match=r"H = 2.* head 1 differs from head 0 in partial block \(0, 1\) of batch row 0"
-    ):
-        SpanMask.from_block_mask(block_mask)
+@pytest.mark.parametrize(
+    ("count", "index", "lengths", "message"),
+    [
+        ([[[1], [2]]], [[[[0, 1]], [[0, 1]]]], (4, 8), r"H = 2.* head 1 differs .* in partial block \(0, 1\)"),
+        ([[[2]]], [[[[1, 1]]]], (4, 8), "key block 1 of query block 0 .* more than once"),
+        ([[[2]]], [[[[1, 1]]]], (4, 4), r"key blocks of \[0, 1\) .* key blocks 0 to 1"),
+        ([[[2]]], [[[[1, 1]]]], (8, 8), "for 2 query blocks, .* got 1 query blocks"),
+    ],
+)
+def test_block_lists_that_make_no_mask_are_refused(count, index, lengths, message):
+    tables = torch.tensor(count, dtype=torch.int32), torch.tensor(index, dtype=torch.int32)
+    options = dict(BLOCK_SIZE=4, mask_mod=noop_mask, compute_q_blocks=False, seq_lengths=lengths)
+    with pytest.raises(ValueError, match=message):
+        SpanMask.from_block_mask(BlockMask.from_kv_blocks(*tables, **options))
 
 
-def test_block_lists_that_make_no_mask_are_refused():
-    count, index = torch.tensor([[[2]]], dtype=torch.int32), torch.tensor([[[[1, 1]]]], dtype=torch.int32)
-    make = dict(BLOCK_SIZE=4, mask_mod=noop_mask, compute_q_blocks=False)
-    with pytest.raises(ValueError, match="key block 1 of query block 0 .* more than once"):
-        SpanMask.from_block_mask(BlockMask.from_kv_blocks(count, index, seq_lengths=(4, 8), **make))
+def test_a_block_that_is_partial_and_full_is_refused():
+    one, index = torch.ones(1, 1, 1, dtype=torch.int32), torch.tensor([[[[1, 1]]]], dtype=torch.int32)
+    both = BlockMask.from_kv_blocks(
+        one, index, one, index, BLOCK_SIZE=4, mask_mod=noop_mask, compute_q_blocks=False, seq_lengths=(4, 8)
+    )
     with pytest.raises(ValueError, match="more than once"):
-        both = BlockMask.from_kv_blocks(count // 2, index, count // 2, index, seq_lengths=(4, 8), **make)
         SpanMask.from_block_mask(both)
-    with pytest.raises(ValueError, match=r"key blocks of \[0, 1\) .* key blocks 0 to 1"):
-        SpanMask.from_block_mask(BlockMask.from_kv_blocks(count, index, seq_lengths=(4, 4), **make))
-    with pytest.raises(ValueError, match="for 2 query blocks, which seq_lengths .* got 1 query blocks"):
-        SpanMask.from_block_mask(BlockMask.from_kv_blocks(count, index, seq_lengths=(8, 8), **make))
     with pytest.raises(ValueError, match="got SpanMask"):
         SpanMask.from_block_mask(SpanMask.causal(4))
 
@@ -241,12 +231,3 @@ def test_rows_with_too_many_spans_are_refused():
 def test_what_is_no_mask_mod_is_refused(mask_mod, text):
     with pytest.raises(ValueError, match=text):
         SpanMask.from_mask_mod(mask_mod, 8, 8)
-
-
-def test_sizes_are_checked():
-    with pytest.raises(ValueError, match="max_spans must be at least 1, got 0"):
-        SpanMask.from_mask_mod(causal, 8, 8, max_spans=0)
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        SpanMask.from_mask_mod(causal, 8, 8, batch_size=0)
-    with pytest.raises(ValueError, match="block_size must be at least 1, got -1"):
-        SpanMask.causal(8).block_mask("cpu", -1)
