@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spanwise.cli.report import lanes
+from spanwise.cli.report import pictures
 from spanwise.cli.report.svg import Drawing
 from spanwise.hardware import H100
 from spanwise.overlap import CostModel, optimize, simulate
@@ -39,14 +39,14 @@ def main() -> None:
         ".grid { stroke: #ddd } " + " ".join(f".{kind} {{ fill: {color} }}" for kind, color in COLORS.items()),
     ]
     body = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{lanes.WIDTH}" height="{height:g}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{pictures.WIDTH}" height="{height:g}">',
         f"<style>{' '.join(style)}</style>",
-        f'<rect width="{lanes.WIDTH}" height="{height:g}" fill="white"/>',
+        f'<rect width="{pictures.WIDTH}" height="{height:g}" fill="white"/>',
     ]
     top = 0.0
     for title, drawing in panels:
         shapes = "\n".join(drawing.shapes)
-        body.append(f'<text x="{lanes.LEFT}" y="{top + 20:g}" class="title">{title}</text>')
+        body.append(f'<text x="{pictures.LEFT}" y="{top + 20:g}" class="title">{title}</text>')
         body.append(f'<g transform="translate(0 {top + TITLE:g})">\n{shapes}\n</g>')
         top += TITLE + drawing.height
     Path(__file__).with_name("overlap.svg").write_text("\n".join([*body, "</svg>", ""]))
@@ -54,7 +54,7 @@ def main() -> None:
 
 def panel(title: str, timeline: Timeline, labels: dict[str, str], most: float) -> tuple[str, Drawing]:
     told = f"{title}: {timeline.makespan:.1f} ms, compute waits for {timeline.exposed_ms:.1f} ms"
-    return told, lanes.draw(title, title, lanes.lanes(timeline, labels), most)
+    return told, pictures.draw(title, title, pictures.lanes(timeline, labels), most)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ import torch
 from benchmarks.gpu.clock import device_of
 from benchmarks.gpu.rows import Context, attempt, write_row
 from spanwise.attention.kernels.table import resolve
-from spanwise.calibrate.compute import copy_rate, matmul_rate, time_attention
 from spanwise.calibrate.fit import fit_attention
 from spanwise.calibrate.measure import _device_name, _memory
-from spanwise.calibrate.ranks import Ranks
+from spanwise.calibrate.rates import Ranks, copy_rate, matmul_rate, time_attention
 
 
 class Alone(Ranks):

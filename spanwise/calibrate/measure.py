@@ -19,10 +19,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention.kernels.table import resolve
-from spanwise.calibrate.compute import copy_rate, matmul_rate, time_attention
 from spanwise.calibrate.fit import Sample, fit_attention
-from spanwise.calibrate.links import SMALLEST, measure_links
-from spanwise.calibrate.ranks import Ranks
+from spanwise.calibrate.rates import Ranks, copy_rate, matmul_rate, measure_links, time_attention
 from spanwise.hardware import Hardware
 
 #: ``(tokens, median document)``: short and long documents, small and large shards, so that the fit can separate rate,
@@ -65,22 +63,18 @@ def measure(
             mesh's size both mean one level.
         problems: packed sequences to time attention on, ``(tokens, median document)``; default: seven of 2,048 to
             8,192 tokens, eight times longer on an accelerator.
-        largest: bytes that a rank receives in the largest collective. A sweep ends earlier with the first call that
-            takes an eighth of a second.
+        largest: most bytes that a rank receives; a sweep ends with the first call that takes an eighth of a second.
         repeats: timed calls of each kind, after one that is not timed.
 
     Raises:
-        ValueError: fewer than two ranks, hosts of different sizes or scattered over the ranks, bad numbers, or times
-            that do not grow with the work.
+        ValueError: fewer than two ranks, hosts of different sizes or scattered over the ranks, or times that do
+            not grow with the work.
     """
     begin = time.perf_counter()
     ranks = Ranks(mesh, torch.device(device))
     if problems is None:
         longer = 1 if ranks.device.type == "cpu" else _LONGER
         problems = [(longer * tokens, longer * median) for tokens, median in _PROBLEMS]
-    if repeats < 1 or not isinstance(largest, int) or largest < 4 * SMALLEST or not problems:
-        given = f"repeats={repeats}, largest={largest!r}, problems={problems}"
-        raise ValueError(f"calibration needs problems, repeats, and largest of {4 * SMALLEST} bytes; got {given}")
     hosts = ranks.host_size(host_size)
     chosen = resolve(kernel, ranks.device)
     heads = (num_q_heads, num_kv_heads or num_q_heads, head_dim)
@@ -107,13 +101,7 @@ def measure(
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
 def _memory(ranks: Ranks, host_size: int) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ from spanwise.overlap.explain.report import OrderFigures, arithmetic, figures, o
 from spanwise.overlap.explain.trace import trace_events
 from spanwise.overlap.fx.capture import Attention, CaptureConfig, capture
 from spanwise.overlap.fx.files import SavedGraphs, group_sizes, load_graphs, save_graphs
-from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.sizes import assumed
 from spanwise.overlap.optimize import Result, optimize
 from spanwise.overlap.pytorch_pass import pytorch_order
@@ -49,7 +47,10 @@ def overlap(options: OverlapOptions, command: str = "spanwise overlap") -> int:
     check_writable(options.trace, options.html, options.json, options.save)
     hardware = load_hardware(options.hardware)
     given = parse_groups(options.group)
-    _check(options)
+    if options.dynamic_size < 1:
+        raise ValueError(f"--dynamic-size must be at least 1, got {options.dynamic_size}")
+    if given and options.load is None:
+        raise ValueError("--group is for groups of --load: the groups of a captured model are known")
     source, what = _graphs(options, hardware)
     _check_groups(given, source)
     ranks = {**source.ranks, **given}
@@ -67,15 +68,6 @@ def overlap(options: OverlapOptions, command: str = "spanwise overlap") -> int:
     write_text(options.html, report.html)
     write(options.save, lambda path: save_graphs(path, source.graphs, ranks=ranks, labels=source.labels))
     return 0
-
-
-def _check(options: OverlapOptions) -> None:
-    """Refuse options that contradict one another or this machine."""
-    if options.dynamic_size < 1:
-        raise ValueError(f"--dynamic-size must be at least 1, got {options.dynamic_size}")
-    if options.group and options.load is None:
-        flags = " ".join(f"--group {one}" for one in options.group)
-        raise ValueError(f"{flags} is for groups of --load: the groups of a captured model are known")
 
 
 def parse_groups(given: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -170,16 +162,9 @@ def _check_groups(given: Mapping[str, Sequence[int]], source: SavedGraphs) -> No
     """Refuse groups that the graphs do not have, or have with another size."""
     known = group_sizes(source.graphs.values()) if given else {}
     for name, ranks in given.items():
-        if name not in known:
-            called = [f"{one} ({source.labels[one]})" if one in source.labels else one for one in sorted(known)]
-            have = ", ".join(called) or "none"
-            raise ValueError(f"--group {name}: no collective of the graphs is of such a group; their groups: {have}")
-        for size, node in known[name].items():
-            if size != len(ranks):
-                raise ValueError(
-                    f"--group {name}={list_ranks(ranks)} has {len(ranks)} ranks; by the node {node!r} the group has "
-                    f"{size}"
-                )
+        if name not in known or known[name].keys() - {len(ranks)}:
+            have = ", ".join(f"{one} ({source.labels.get(one, one)}) of {sorted(known[one])}" for one in sorted(known))
+            raise ValueError(f"--group {name}={list_ranks(ranks)}: the groups of the graphs are {have or 'none'} ranks")
 
 
 def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.GraphModule]:
@@ -190,80 +175,46 @@ def _chosen(options: OverlapOptions, source: SavedGraphs) -> Mapping[str, fx.Gra
     return {options.graph: source.graphs[options.graph]}
 
 
-class _Priced:
-    """Costs of the nodes of `gm`, computed in advance, so that timings of a pass do not contain them."""
-
-    def __init__(self, gm: fx.GraphModule, model: CostModel) -> None:
-        captured = to_dag(gm, model)
-        self.model, self.link = model, model.link
-        self.table = {node.name: ms for node, ms in zip(captured.nodes, captured.dag.ms.tolist(), strict=True)}
-
-    def __call__(self, node: fx.Node) -> float:
-        known = self.table.get(node.name)
-        return self.model(node) if known is None else known  # a node that a pass has made
-
-    def merged(self, nodes: Sequence[fx.Node]) -> float:
-        return self.model.merged(nodes)
-
-
 def _figures(
     name: str, gm: fx.GraphModule, model: CostModel, labels: Mapping[str, str], options: OverlapOptions
 ) -> Graph:
     try:
-        cost = _Priced(gm, model)
         with working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
-            result, seconds = _optimized(gm, cost, options, bucket=options.bucket)
+            result = optimize(gm, model, memory_budget=options.budget, bucket=options.bucket, split=options.split)
     except GraphError as error:
         hint = "; say which ranks it has with --group NAME=RANKS" if "no process group" in str(error) else ""
         raise ValueError(f"{name}: {error}{hint}") from error
-    found = figures(result, labels)
-    found = dataclasses.replace(found, after=dataclasses.replace(found.after, seconds=seconds))
-    peers, note = _peers(name, gm, cost, result, labels, options) if options.torch else ([], "")
-    return Graph(name, len(gm.graph.nodes), result, found, tuple(peers), note)
-
-
-def _optimized(gm: fx.GraphModule, cost: _Priced, options: OverlapOptions, *, bucket: bool) -> tuple[Result, float]:
-    """The result of `optimize`, and the seconds that it takes."""
-    began = time.perf_counter()
-    result = optimize(gm, cost, memory_budget=options.budget, bucket=bucket, split=options.split)
-    return result, time.perf_counter() - began
+    peers, note = _peers(name, gm, model, result, labels, options) if options.torch else ([], "")
+    return Graph(name, len(gm.graph.nodes), result, figures(result, labels), tuple(peers), note)
 
 
 def _peers(
-    name: str,
-    gm: fx.GraphModule,
-    cost: _Priced,
-    result: Result,
-    labels: Mapping[str, str],
-    options: OverlapOptions,
+    name: str, gm: fx.GraphModule, model: CostModel, result: Result, labels: Mapping[str, str], options: OverlapOptions
 ) -> tuple[list[tuple[OrderFigures, Timeline]], str]:
     """Orders to compare with, and a remark if one of PyTorch's is missing.
 
     PyTorch's own pass at the same costs, with and without buckets, and ours without: orders without buckets all have
     the same launches.
     """
-    found: list[tuple[OrderFigures, Timeline]] = []
-    heavy = arithmetic(gm)
-
-    def add(what: str, timeline: Timeline, seconds: float) -> None:
-        why = reasons(timeline, budget=result.budget)
-        found.append((order_figures(what, timeline, heavy, why, names=labels, seconds=seconds), timeline))
-
+    found: dict[str, Timeline] = {}
     note = ""
     for bucket in (False, True):
         what = "PyTorch, buckets" if bucket else "PyTorch, reorder"
         with working(f"{what}: {name}"):
             try:
-                timeline, seconds = pytorch_order(gm, cost, cost.model.latency, ranks=cost.model.ranks, bucket=bucket)
+                found[what], _ = pytorch_order(gm, model, model.latency, ranks=model.ranks, bucket=bucket)
             except Exception as error:  # raised by PyTorch's graph code; ours goes on
                 note = f"{what} cannot run here: {type(error).__name__}: {error}"
                 break
-        add(what, timeline, seconds)
     if options.bucket:
         with working(f"scheduling the {name} without buckets"):
-            plain, seconds = _optimized(gm, cost, options, bucket=False)
-        add("spanwise, reorder", plain.timeline, seconds)
-    return found, note
+            plain = optimize(gm, model, memory_budget=options.budget, bucket=False, split=options.split)
+        found["spanwise, reorder"] = plain.timeline
+    heavy = arithmetic(gm)
+    return [
+        (order_figures(what, timeline, heavy, reasons(timeline, budget=result.budget), names=labels), timeline)
+        for what, timeline in found.items()
+    ], note
 
 
 def _trace(found: Sequence[Graph], labels: Mapping[str, str]) -> str:

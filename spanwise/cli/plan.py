@@ -26,14 +26,9 @@ RANKS_LIMIT = 1024
 
 #: Largest values of other options. With the limits above, every number of bytes and pairs stays below 2**63.
 _LARGEST = {
-    "layers": 2**16,
-    "heads": 1024,
-    "kv_heads": 1024,
-    "head_dim": 4096,
-    "block_size": SEQ_LIMIT,
-    "hidden_dim": 2**22,
+    "layers": 2**16, "heads": 1024, "kv_heads": 1024, "head_dim": 4096, "block_size": SEQ_LIMIT, "hidden_dim": 2**22,
     "memory_budget": 2**63 - 1,
-}
+}  # fmt: skip
 
 
 def plan(options: PlanOptions, command: str = "spanwise plan") -> int:

@@ -62,10 +62,11 @@ def passed(
     """
     name = "" if route.mesh is None else _torch.group_name(route.mesh.get_group())
     tables, passages = (route.whole, route.first, route.middle, route.last), (route.forward, route.backward)
-    sizes = [[x.shape[0] for x in side] for of in passages for side in (of.send_sizes, of.recv_sizes)]
+    halves = (half for of in passages for half in (of.step.send_sizes, of.step.recv_sizes))
+    sizes = [[x.shape[0] for x in half] for half in halves]
     tensors = [
         *(x for of in tables for x in (of.starts, of.ends, of.tokens, of.order, of.counts)),
-        *(x for of in passages for x in (of.send, of.chain, of.counts, of.reads, of.read_from, of.read_counts)),
+        *(x for of in passages for x in (of.step.send, of.chain, of.counts, of.reads, of.read_from, of.read_counts)),
     ]
     if initial is None:
         state = (route.starts.shape[0], log_decay.shape[1], k.shape[2], v.shape[2])

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.chunks import on_device, size
+from spanwise.attention.chunks import size
 from spanwise.attention.compare import compare_backward, compare_call, eager, tells_refusals
 from spanwise.attention.executor import Link, RankStep, bring
 from spanwise.attention.rank_plan import compare_fingerprints, rank_on
@@ -25,6 +25,7 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.thd_order import check_batch_dim, check_dim
 from spanwise.masks.arrays import Int64
 from spanwise.planning.plan import Plan
+from spanwise.recurrence.route import step_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,14 +158,9 @@ def relayout_route(
     goes_to, from_rank = _others(before, after, rank, rows), _others(after, before, rank, rows)
     order = np.empty(len(from_rank), dtype=np.int64)
     order[np.argsort(from_rank, kind="stable")] = np.arange(len(order))
-    send_sizes, recv_sizes = (np.bincount(x, minlength=from_plan.num_ranks).tolist() for x in (goes_to, from_rank))
+    sent, received = (np.bincount(x, minlength=from_plan.num_ranks) for x in (goes_to, from_rank))
     with _torch.plain_tensors() as to_active_mode:
-        step = RankStep(
-            send=_torch.mark_unbacked(on_device(np.argsort(goes_to, kind="stable"), device), 0),
-            order=_torch.mark_unbacked(on_device(order, device), 0),
-            send_sizes=tuple(size(n, device) for n in send_sizes),
-            recv_sizes=tuple(size(n, device) for n in recv_sizes),
-        )
+        step = step_of(np.argsort(goes_to, kind="stable"), sent, received, device, order)
         tokens_before = _torch.mark_dynamic(torch.empty(before.num_tokens(rank), 0, device=device), 0)
         tokens_after, host_digest = size(after.num_tokens(rank), device), torch.tensor(list(digest), dtype=torch.uint8)
         route = RelayoutRoute(step, tokens_before, tokens_after, host_digest, rank, from_plan.num_ranks, rows, mesh)

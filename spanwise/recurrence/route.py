@@ -57,15 +57,11 @@ class Passage:
     """How states pass through the runs in one direction.
 
     Attributes:
-        send: int64, maps that this rank sends, rank 0's first: numbers of its `first` runs (`last` ones in the
-            backward), then of its `middle` ones.
-        send_sizes, recv_sizes: for each rank a tensor ``[maps, 0]``.
+        step: maps that travel; rows are numbers of own `first` runs (`last` ones in the backward), then `middle` ones.
         chain, counts, reads, read_from, read_counts: see `_ops.compose`; counts lie in host memory.
     """
 
-    send: torch.Tensor
-    send_sizes: tuple[torch.Tensor, ...]
-    recv_sizes: tuple[torch.Tensor, ...]
+    step: RankStep
     chain: torch.Tensor
     counts: torch.Tensor
     reads: torch.Tensor
@@ -242,9 +238,7 @@ class _Builder:
         row, number = self.numbered(begin, middle), self.numbered(middle, end)
         row[maps.recv] = np.count_nonzero(self.mine & (begin | middle)) + np.arange(len(maps.recv))
         return Passage(
-            send=self.index(row[maps.send]),
-            send_sizes=self.sizes(maps.send_counts),
-            recv_sizes=self.sizes(maps.recv_counts),
+            step=step_of(row[maps.send], maps.send_counts, maps.recv_counts, self.device),
             chain=self.index(row[maps.chain]),
             counts=self.host(maps.counts),
             reads=self.index(number[maps.reads]),
@@ -267,21 +261,25 @@ class _Builder:
 
     def halo(self, width: int) -> HaloRoute:
         found = document_runs.halo(self.everyone, self.rank, self.num_ranks, self.rows * self.length, width)
-        step = RankStep(
-            send=self.index(found.send),
-            order=None,
-            send_sizes=self.sizes(found.send_counts),
-            recv_sizes=self.sizes(found.recv_counts),
-        )
+        step = step_of(found.send, found.send_counts, found.recv_counts, self.device)
         # Compiled code knows that it has as many entries as the shard has rows.
         outputs = _torch.mark_dynamic(on_device(found.outputs, self.device), 0)
         return HaloRoute(step, self.index(found.stream), outputs)
 
     def index(self, numbers: Int64) -> torch.Tensor:
-        return _torch.mark_unbacked(on_device(np.ascontiguousarray(numbers, dtype=np.int64), self.device), 0)
+        return _index(numbers, self.device)
 
     def host(self, numbers: Int64) -> torch.Tensor:
-        return _torch.mark_unbacked(on_device(numbers.astype(np.int64), torch.device("cpu")), 0)
+        return _index(numbers, torch.device("cpu"))
 
-    def sizes(self, counts: Int64) -> tuple[torch.Tensor, ...]:
-        return tuple(size(n, self.device) for n in counts.tolist())
+
+def step_of(
+    send: Int64, send_counts: Int64, recv_counts: Int64, device: torch.device, order: Int64 | None = None
+) -> RankStep:
+    """A step of the executor: rows sent, rank 0's first; rows sent to and received from each rank; their order."""
+    sent, received = (tuple(size(n, device) for n in counts.tolist()) for counts in (send_counts, recv_counts))
+    return RankStep(_index(send, device), None if order is None else _index(order, device), sent, received)
+
+
+def _index(numbers: Int64, device: torch.device) -> torch.Tensor:
+    return _torch.mark_unbacked(on_device(np.ascontiguousarray(numbers, dtype=np.int64), device), 0)

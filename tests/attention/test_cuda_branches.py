@@ -27,7 +27,7 @@ from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
 from spanwise.calibrate import measure
-from spanwise.calibrate.ranks import Ranks
+from spanwise.calibrate.rates import Ranks
 from spanwise.cli.ranks import join_torchrun
 from spanwise.overlap.costs import timing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,44 +89,35 @@ def test_attention_masks_that_agree_are_cut() -> None:
     assert torch.equal(spanwise.shard_batch(batch, flat, dim=0)["attention_mask"], PADDED.flatten())
 
 
-@pytest.mark.parametrize(
-    ("plan", "batch", "message"),
-    [
-        (SpanMask.causal(6), {"attention_mask": PADDED}, "is False at row 0, token 0, .* make"),
-        (SpanMask.from_attention_mask(PADDED), {"attention_mask": PADDED.flip(0)}, "is False at row 0, token 3"),
-        (SpanMask.causal(6), {"attention_mask": torch.ones(2, 1, 6, 6)}, "is a mask of queries and keys"),
-        (SpanMask.from_attention_mask(PADDED), {"attention_mask": PADDED[:1]}, "has 1 rows, the plan .* for 2"),
-        (SpanMask.causal(6), {"lengths": [1, 2]}, r"batch\['lengths'\] is a list: make it a tensor"),
-        (SpanMask.causal(6), {"position_ids": torch.zeros(3, 2, 5)}, r"must have size 6 in dim 2, got \(3, 2, 5\)"),
-    ],
-)
-def test_batches_that_contradict_the_plan(plan: SpanMask, batch: dict[str, Any], message: str) -> None:
-    made = spanwise.make_plan(plan, 1)
+PLAIN, MASKED = (spanwise.make_plan(mask, 1) for mask in (SpanMask.causal(6), SpanMask.from_attention_mask(PADDED)))
+FLAT = Packing.from_attention_mask(PADDED)
+PACKED = spanwise.make_plan(FLAT.mask(), 1, packing=FLAT)
+ROWS = torch.zeros(2, 6)
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: batch_of(PLAIN, attention_mask=PADDED), "is False at row 0, token 0, .* make"),
+    (lambda: batch_of(MASKED, attention_mask=PADDED.flip(0)), "is False at row 0, token 3"),
+    (lambda: batch_of(PLAIN, attention_mask=torch.ones(2, 1, 6, 6)), "is a mask of queries and keys"),
+    (lambda: batch_of(MASKED, attention_mask=PADDED[:1]), "has 1 rows, the plan .* for 2"),
+    (lambda: batch_of(PLAIN, lengths=[1, 2]), r"batch\['lengths'\] is a list: make it a tensor"),
+    (lambda: batch_of(PLAIN, position_ids=torch.zeros(3, 2, 5)), r"must have size 6 in dim 2, got \(3, 2, 5\)"),
+    (lambda: spanwise.shard_batch({"a": 1, "b": None}, PLAIN), "got no tensor of queries, only"),
+    (lambda: batch_of(PLAIN.local(None), attention_mask=PADDED | 1), "a RankPlan does not know the batch"),
+    (
+        lambda: spanwise.shard_batch({"attention_mask": torch.ones(12)}, PACKED, dim=0),
+        "is True at row 0, token 0",
+    ),
+    (lambda: spanwise.shard(IDS, PLAIN), "needs a Plan or RankPlan, got"),
+    (lambda: spanwise.unshard(IDS, PLAIN), "needs a Plan or RankPlan, got"),
+    (lambda: spanwise.roll(IDS, 1, None), "needs a Plan or RankPlan, got"),
+    (lambda: spanwise.shard_batch(PLAIN, {"input_ids": IDS}), "needs a Plan or RankPlan, got"),
+]
+
+
+def batch_of(plan: Any, **batch: Any) -> dict[str, Any]:
+    return spanwise.shard_batch({"input_ids": ROWS, **batch}, plan)
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        spanwise.shard_batch({"input_ids": torch.zeros(2, 6), **batch}, made)
-
-
-def test_other_batches_that_are_refused() -> None:
-    plan = spanwise.make_plan(SpanMask.causal(6), 1)
-    with pytest.raises(ValueError, match="got no tensor of queries, only"):
-        spanwise.shard_batch({"a": 1, "b": None}, plan)
-    with pytest.raises(ValueError, match="a RankPlan does not know the batch"):
-        spanwise.shard_batch({"attention_mask": PADDED | 1}, plan.local(None))
-    packing = Packing.from_attention_mask(PADDED)
-    flat = spanwise.make_plan(packing.mask(), 1, packing=packing)
-    with pytest.raises(ValueError, match="is True at row 0, token 0"):
-        spanwise.shard_batch({"attention_mask": torch.ones(12)}, flat, dim=0)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, plan: spanwise.shard(x, plan),
-        lambda x, plan: spanwise.unshard(x, plan),
-        lambda x, plan: spanwise.roll(x, 1, None),
-        lambda x, plan: spanwise.shard_batch(plan, {"input_ids": x}),
-    ],
-)
-def test_something_else_in_place_of_a_plan(call: Any) -> None:
-    with pytest.raises(ValueError, match="needs a Plan or RankPlan, got"):
-        call(IDS, spanwise.make_plan(SpanMask.causal(12), 1))
+        call()

@@ -197,33 +197,26 @@ def test_ignored_tokens_may_hold_nan_and_minus_infinity_is_a_logit() -> None:
     assert grad.isfinite().all() and grad[0, 1] == 0
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "hidden": ({"hidden": torch.zeros(4, D)}, r"hidden must be \[\*labels.shape, dim\], got \(4, 5\), .*\(13,"),
-    "weight": ({"vocab_weight": torch.zeros(V, 4)}, r"vocab_weight must be \[vocab, 5\] .* got \(11, 4\)"),
-    "weight dtype": (
-        {"vocab_weight": torch.zeros(V, D).long()},
-        "vocab_weight must be floating point on cpu, got torch.int64",
-    ),
-    "bias": ({"bias": torch.zeros(4)}, r"bias must be \[11\] .* got \(4,\)"),
-    "labels": ({"labels": torch.full((N,), V)}, r"labels must be -100 or in \[0, 11\); labels\[0\] is"),
-    "negative": ({"labels": torch.full((N,), -1)}, r"in \[0, 11\); labels\[0\] is -1"),
-    "label dtype": ({"labels": torch.zeros(N)}, "labels must be int64, got torch.float32"),
-    "device": (
-        {"vocab_weight": torch.zeros(V, D, device="meta")},
-        "floating point on cpu, got torch.float32 on meta",
-    ),
-    "reduction": ({"reduction": "max"}, "reduction must be .* got 'max'"),
-    "count": ({"num_valid": -1}, "num_valid must be a number of tokens, got -1"),
-    "no count": ({"num_valid": 0}, "num_valid is 0, and this rank has [0-9]+ valid labels"),
-    "count of a sum": ({"num_valid": 3, "reduction": "sum"}, "num_valid divides the sum .* got 3 for 'sum'"),
-    "softcap": ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
-    "chunk": ({"chunk": 0}, "chunk must be at least 1, got 0"),
-}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"hidden": torch.zeros(4, D)}, r"hidden must be \[\*labels.shape, dim\], got \(4, 5\), .*\(13,"),
+    ({"vocab_weight": torch.zeros(V, 4)}, r"vocab_weight must be \[vocab, 5\] .* got \(11, 4\)"),
+    ({"vocab_weight": torch.zeros(V, D).long()}, "vocab_weight must be floating point on cpu, got torch.int64"),
+    ({"vocab_weight": torch.zeros(V, D, device="meta")}, "floating point on cpu, got torch.float32 on meta"),
+    ({"bias": torch.zeros(4)}, r"bias must be \[11\] .* got \(4,\)"),
+    ({"labels": torch.full((N,), V)}, r"labels must be -100 or in \[0, 11\); labels\[0\] is"),
+    ({"labels": torch.full((N,), -1)}, r"in \[0, 11\); labels\[0\] is -1"),
+    ({"labels": torch.zeros(N)}, "labels must be int64, got torch.float32"),
+    ({"reduction": "max"}, "reduction must be .* got 'max'"),
+    ({"num_valid": -1}, "num_valid must be a number of tokens, got -1"),
+    ({"num_valid": 0}, "num_valid is 0, and this rank has [0-9]+ valid labels"),
+    ({"num_valid": 3, "reduction": "sum"}, "num_valid divides the sum .* got 3 for 'sum'"),
+    ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
+    ({"chunk": 0}, "chunk must be at least 1, got 0"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_bad_input(name: str) -> None:
-    wrong, match = WRONG[name]
+@pytest.mark.parametrize(("wrong", "match"), WRONG)
+def test_bad_input(wrong: dict[str, Any], match: str) -> None:
     hidden, weight, _, labels = problem()
     arguments = {"hidden": hidden, "vocab_weight": weight, "labels": labels} | wrong
     with pytest.raises(ValueError, match=match):

@@ -74,14 +74,6 @@ def test_wrong_losses(labels: Any, options: dict[str, Any], match: str) -> None:
         spanwise.cross_entropy(logits, made, None, **options)
 
 
-@pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0)])
-def test_no_token_is_counted_where_labels_are_valid(zero: Any) -> None:
-    labels, none = torch.tensor([[1, -100, 2]]), torch.full((1, 3), -100)
-    with pytest.raises(ValueError, match="num_valid is 0, and this rank has 2 valid labels"):
-        spanwise.cross_entropy(torch.zeros(1, 3, 8), labels, None, num_valid=zero)
-    assert spanwise.cross_entropy(torch.zeros(1, 3, 8), none, None, num_valid=zero) == 0
-
-
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch, as it traces
 def test_compiled_with_numbers_of_tokens_that_change() -> None:

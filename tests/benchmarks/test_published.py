@@ -49,13 +49,6 @@ def test_a_ring_of_contiguous_chunks_takes_nearly_twice_as_long_as_zigzag() -> N
     assert 1.7 < one / other < 2.0
 
 
-def test_padding_of_short_documents_costs_a_ring_most() -> None:
-    short = problem(((256,) * 256,))
-    times = {name: attention.seconds(short, attention.method_of(name, 16), backward=False) for name in (
-        "ring_p2p", "ulysses", "magi_attn-a2av")}  # fmt: skip
-    assert times["ring_p2p"] > 3 * times["ulysses"] > 3 * times["magi_attn-a2av"]
-
-
 def test_packs_are_full_and_cut_at_a_quarter() -> None:
     packs = rows.packs({"seq_len_total": 65536, "mask": "packed causal documents"})
     assert {sum(pack) for pack in packs} == {65536} and max(map(max, packs)) == 16384 and len(packs) == 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,19 +69,13 @@ def test_gallery_is_what_the_script_draws(tmp_path: Path) -> None:
     }
 
 
-def test_benchmarks_are_what_the_script_writes() -> None:
-    page = (DOCS / "benchmarks.md").read_text()
-    assert make_benchmarks.page(page) == page
-
-
-def test_versions_are_what_the_script_writes() -> None:
-    page = (DOCS / "status.md").read_text()
-    assert make_versions.page(page) == page
-
-
-def test_models_are_what_the_script_writes() -> None:
-    page = (DOCS / "guides" / "huggingface.md").read_text()
-    assert make_models.page(page) == page
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [(make_benchmarks, "benchmarks"), (make_versions, "status"), (make_models, "guides/huggingface")],
+)
+def test_tables_are_what_the_script_writes(script: Any, name: str) -> None:
+    page = (DOCS / f"{name}.md").read_text()
+    assert script.page(page) == page
 
 
 def test_gpu_page_is_what_the_script_writes() -> None:

@@ -72,6 +72,22 @@ def test_a_program_by_any_name(tmp_path: Path, warned: list[logging.LogRecord]) 
     assert warned, "of a path it warns"
 
 
+@pytest.mark.parametrize("content", [b"hello", b"PK\x03\x04 and so on"])
+def test_files_that_hold_no_graphs(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "g").write_bytes(content)
+    with pytest.raises(ValueError, match="holds no graphs"):
+        load_graphs(tmp_path / "g")
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    save_graphs(tmp_path / "g", {"one": torch.fx.symbolic_trace(torch.nn.ReLU())})
+    data = (tmp_path / "g").read_bytes()
+    for content in (data[:-10], data[:500] + bytes(100) + data[600:]):
+        (tmp_path / "g").write_bytes(content)
+        with pytest.raises(ValueError, match="is damaged"):
+            load_graphs(tmp_path / "g")
+
+
 def test_what_saving_takes(tmp_path: Path) -> None:
     gm = torch.fx.symbolic_trace(torch.nn.ReLU())
     for given, kind in ((gm, "ReLU"), ({"g": torch.nn.ReLU()}, "ReLU")):

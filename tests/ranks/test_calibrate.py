@@ -14,9 +14,8 @@ import torch
 
 from spanwise.advice.advise import MEASURED
 from spanwise.calibrate.fit import AttentionCall, Sample, fit_attention, fit_link
-from spanwise.calibrate.links import SMALLEST
 from spanwise.calibrate.measure import Calibration, measure
-from spanwise.calibrate.ranks import Ranks
+from spanwise.calibrate.rates import SMALLEST, Ranks
 from spanwise.cli.calibrate import show
 from spanwise.hardware import COLLECTIVES, CPU_HOST, Hardware
 from tests.cli.commands import run
@@ -208,10 +207,6 @@ def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"repeats": 0}, "repeats=0"),
-        ({"largest": 1}, "largest=1"),
-        ({"largest": "64MB"}, "largest='64MB'"),
-        ({"problems": ()}, r"problems=\(\)"),
         ({"host_size": 3}, "host_size must divide the 2 ranks, got 3"),
         ({"kernel": "fast"}, "unknown kernel 'fast'"),
         ({"num_q_heads": 3, "num_kv_heads": 2}, "got 3 and 2"),

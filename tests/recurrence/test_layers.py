@@ -48,10 +48,9 @@ def _compare(plan: spanwise.Plan, problem: Problem, tolerance: float = 1e-10) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_float32(kind: str, ranks: int) -> None:
+def test_float32(kind: str) -> None:
     cuts = [0, 5, 70, 71, 200]
-    _compare(_plan(cuts, ranks, "head_tail"), problems.make(kind, 200, _documents(cuts)).to(torch.float32), 2e-5)
+    _compare(_plan(cuts, 4, "head_tail"), problems.make(kind, 200, _documents(cuts)).to(torch.float32), 2e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

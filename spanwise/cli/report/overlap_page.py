@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spanwise.cli.report.lanes import draw, lanes
 from spanwise.cli.report.page import Block, Heading, Legend, Preformatted, Table, render_page
+from spanwise.cli.report.pictures import draw, lanes
 from spanwise.hardware import Hardware
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.report import Figures, OrderFigures, summary
-from spanwise.overlap.explain.units import milliseconds, num_bytes, seconds
+from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.optimize import Result
 
 #: Most rows of a table of exposed collectives.
@@ -71,12 +71,11 @@ class Graph:
                 f"{order.left / order.bound:.1%}" if order.bound else "–",
                 " / ".join(f"{order.counts[key]:,}" for key in ("hidden", "partly", "exposed")),
                 f"{order.launches:,}", num_bytes(order.peak_bytes),
-                "" if order.seconds is None else seconds(order.seconds),
             )
             for order, _ in self.orders
         ]  # fmt: skip
         columns = ("order", "makespan", "exposed", "above its bound", "hidden / partly / exposed", "launches",
-                   "peak memory", "took")  # fmt: skip
+                   "peak memory")  # fmt: skip
         note = "Hidden, partly, exposed: of the launches that compute could hide at all; a bucket is one launch."
         return Table("Orders compared", columns, rows, len(rows) - 1, note)
 
@@ -131,7 +130,7 @@ class Report:
         return "\n\n".join([*parts, self.command])
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures for JSON, in milliseconds, bytes and seconds."""
+        """All figures for JSON, in milliseconds and bytes."""
         return {
             "what": self.what,
             "command": self.command,

@@ -1,18 +1,119 @@
-"""Drawings of a plan: the mask coloured by rank, traffic between ranks, and a layer's predicted timeline."""
+"""Drawings: the mask coloured by rank, traffic between ranks, and timelines with a lane for each stream.
+
+Neighbours of a lane that are too thin to see are drawn as one bar.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
-from spanwise.cli.report.lanes import Bar, Lane, draw
 from spanwise.cli.report.page import pairs
-from spanwise.cli.report.svg import RANK_COLORS, Drawing, ticks
+from spanwise.cli.report.svg import RANK_COLORS, Drawing, number, ticks
 from spanwise.layouts.layout import Layout
 from spanwise.masks.span_mask import SpanMask
+from spanwise.overlap.dag import Kind
+from spanwise.overlap.engine import Timeline
+from spanwise.overlap.explain import units
+from spanwise.overlap.explain.reasons import Reason
+from spanwise.overlap.explain.trace import in_order
 from spanwise.planning.plan import Plan
 
+# CSS pixels. Bars of fewer than THIN pixels are drawn as one with the next bars of their kind.
+WIDTH, LEFT, RIGHT = 1030, 96, 22
+LANE, AXIS = 30, 24
+THIN = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """Work of a stream from `begin` to `end`, milliseconds; `kind` is its class, "local", "exchange" or "waited"."""
+
+    begin: float
+    end: float
+    kind: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """Bars of one stream in order of their begin, without those that take no time."""
+
+    label: str
+    bars: tuple[Bar, ...]
+
+
+def lanes(timeline: Timeline, labels: Mapping[str, str], why: Mapping[int, Reason] | None = None) -> list[Lane]:
+    """Lanes of compute and of each group, by its label. A bar of exposed time lies over its collective."""
+    dag = timeline.dag
+    groups = in_order(dag.groups, labels)
+    bars: dict[str, list[Bar]] = {"": [], **{group: [] for group in groups}}
+    begin, end = timeline.begin.tolist(), timeline.end.tolist()
+    for i in timeline.order.tolist():
+        node = dag.nodes[i]
+        if end[i] <= begin[i]:
+            continue
+        if node.kind == Kind.WAIT:
+            start = dag.nodes[node.start]
+            reason = f"; {why[node.start]}" if why and node.start in why else ""
+            waits = f"waits for {start.name} ({labels.get(start.group, start.group)}){reason}"
+            bars[""].append(Bar(begin[i], end[i], "waited", waits))
+            late = max(begin[i], begin[node.start])
+            bars[start.group].append(Bar(late, end[i], "waited", f"{start.name}, exposed{reason}"))
+        else:
+            kind = "exchange" if node.kind == Kind.START else "local"
+            bars[node.group].append(Bar(begin[i], end[i], kind, node.name))
+    named = {"": "compute", **{group: labels.get(group, group) for group in groups}}
+    return [
+        Lane(named[stream], tuple(sorted(of_stream, key=lambda bar: (bar.begin, bar.kind))))
+        for stream, of_stream in bars.items()
+    ]
+
+
+def merged(bars: Sequence[Bar], per_pixel: float) -> list[tuple[Bar, int]]:
+    """Bars to draw at so many milliseconds a pixel, and the number of bars that each stands for."""
+    found: list[tuple[Bar, int]] = []
+    open_: dict[str, int] = {}  # by kind: the bar of thin ones that may take one more
+    for bar in bars:
+        at = open_.pop(bar.kind, None)
+        if bar.end - bar.begin < THIN * per_pixel:
+            if at is not None and bar.end - found[at][0].begin < 2 * THIN * per_pixel:
+                first, count = found[at]
+                found[at] = dataclasses.replace(first, end=max(first.end, bar.end)), count + 1
+                open_[bar.kind] = at
+                continue
+            open_[bar.kind] = len(found)
+        found.append((bar, 1))
+    return found
+
+
+def draw(key: str, title: str, lanes: Sequence[Lane], most: float, lane: int = LANE) -> Drawing:
+    """Lanes, `most` milliseconds wide and `lane` pixels tall; `key` begins the ids inside."""
+    bottom, tall = lane * len(lanes), lane * 2 / 3
+    described = f"{', '.join(one.label for one in lanes)}; {units.milliseconds(most)} in all."
+    drawing = Drawing(f"lanes-{key}", f"Timeline of the {title}", described, WIDTH, bottom + AXIS)
+    scale = (WIDTH - LEFT - RIGHT) / most if most else 0.0
+    for tick in ticks(most, 10):
+        x = LEFT + tick * scale
+        drawing.line(x, 0, x, bottom, "grid")
+        drawing.text(x, bottom + AXIS - 8, f"{tick:g}" + (" ms" if tick == 0 else ""), "tiny muted", "middle")
+    for row, one in enumerate(lanes):
+        y = row * lane + (lane - tall) / 2
+        drawing.text(LEFT - 8, y + tall / 2 + 4, one.label, "small", "end")
+        drawing.line(LEFT, y + tall, WIDTH - RIGHT, y + tall, "grid")
+        for bar, count in merged(one.bars, 1 / scale if scale else 0.0):
+            more = f" and {count - 1:,} more" if count > 1 else ""
+            tip = f"{bar.name}{more}: {units.milliseconds(bar.end - bar.begin)}, from {number(bar.begin)} ms"
+            drawing.rect(
+                LEFT + bar.begin * scale, y, max((bar.end - bar.begin) * scale, 0.5), tall, f"bar {bar.kind}", tip
+            )
+    return drawing
+
+
 # CSS pixels; cells of the mask a side; levels of the heat map.
-_LEFT, _TOP, _SIDE = 64, 18, 640
+_MARGIN, _TOP, _SIDE = 64, 18, 640
 _CELLS, _LEVELS = 320, 12
 #: Most ranks of a timeline.
 _MOST = 16
@@ -31,29 +132,30 @@ def visible(mask: SpanMask, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return ((start <= keys) & (keys < end)).any(axis=0)
 
 
-def draw_mask(key: str, plan: Plan, name: str, window: tuple[int, int]) -> Drawing:
-    """The mask inside `window`, sampled: colour is the rank that computes, paler where it receives the key."""
-    first, last = window
-    count = min(_CELLS, last - first)
-    at = first + np.arange(count) * (last - first) // count
+def draw_mask(key: str, plan: Plan, name: str) -> Drawing:
+    """The mask, sampled: colour is the rank that computes, paler where it receives the key."""
+    count = min(_CELLS, plan.seq_len)
+    at = np.arange(count) * plan.seq_len // count
     of_rows, of_keys = owners(plan.layout, at), owners(plan.kv_layout, at)
     seen = visible(plan.mask(name), at, at)
     own = seen & (of_rows[:, None] == of_keys)
-    described = f"Query rows {first:,} to {last:,} down, the same keys to the right, {plan.num_ranks} ranks."
+    described = f"{plan.seq_len:,} query rows down, the same keys to the right, {plan.num_ranks} ranks."
     drawing = Drawing(f"mask-{key}", "Who computes which part of the mask", described, _SIDE + 90, _SIDE + 60)
     scale = _SIDE / count
-    drawing.rect(_LEFT, _TOP, _SIDE, _SIDE, "plot")
+    drawing.rect(_MARGIN, _TOP, _SIDE, _SIDE, "plot")
     for color in range(min(plan.num_ranks, len(RANK_COLORS))):
         rows, keys = (of % len(RANK_COLORS) == color for of in (of_rows, of_keys))
         for kind, cells in (("own", own), ("received", seen & ~own)):
-            drawing.cells(cells & rows[:, None], _LEFT, _TOP, scale, f'class="{kind} c{color}"')
-        drawing.cells(np.repeat(rows[:, None], 4, axis=1), _LEFT - 12, _TOP, scale, f'class="own c{color}"')
-        drawing.cells(np.repeat(keys[None], 4, axis=0), _LEFT, _TOP - 12, scale, f'class="own c{color}"')
-    for tick in ticks(last - first, 8):
-        x = _LEFT + tick / (last - first) * _SIDE
+            drawing.cells(cells & rows[:, None], _MARGIN, _TOP, scale, f'class="{kind} c{color}"')
+        drawing.cells(np.repeat(rows[:, None], 4, axis=1), _MARGIN - 12, _TOP, scale, f'class="own c{color}"')
+        drawing.cells(np.repeat(keys[None], 4, axis=0), _MARGIN, _TOP - 12, scale, f'class="own c{color}"')
+    for tick in ticks(plan.seq_len, 8):
+        x = _MARGIN + tick / plan.seq_len * _SIDE
         drawing.line(x, _TOP + _SIDE, x, _TOP + _SIDE + 4, "axis")
-        drawing.text(x, _TOP + _SIDE + 17, f"{first + tick:,.0f}", "small muted", "middle")
-    drawing.text(_LEFT + _SIDE / 2, _TOP + _SIDE + 36, "keys (token position); rows the same", "small muted", "middle")
+        drawing.text(x, _TOP + _SIDE + 17, f"{tick:,.0f}", "small muted", "middle")
+    drawing.text(
+        _MARGIN + _SIDE / 2, _TOP + _SIDE + 36, "keys (token position); rows the same", "small muted", "middle"
+    )
     return drawing
 
 
@@ -63,19 +165,19 @@ def draw_traffic(key: str, traffic: np.ndarray) -> Drawing:
     cell = min(44.0, 560 / count)
     described = f"{count} ranks; the busiest pair moves {most:,} tokens."
     side = cell * count
-    drawing = Drawing(f"traffic-{key}", "Traffic between ranks", described, max(side, 300) + 2 * _LEFT, side + 50)
-    drawing.rect(_LEFT, 40, side, side, "plot")
+    drawing = Drawing(f"traffic-{key}", "Traffic between ranks", described, max(side, 300) + 2 * _MARGIN, side + 50)
+    drawing.rect(_MARGIN, 40, side, side, "plot")
     levels = np.ceil(traffic / max(most, 1) * _LEVELS).astype(int)
     for level in range(1, _LEVELS + 1):
-        drawing.cells(levels == level, _LEFT, 40, cell, f'class="heat" fill-opacity="{level / _LEVELS:.3f}"')
+        drawing.cells(levels == level, _MARGIN, 40, cell, f'class="heat" fill-opacity="{level / _LEVELS:.3f}"')
     for rank in range(0, count, -(-count // 24)):
-        drawing.text(_LEFT - 6, 44 + (rank + 0.5) * cell, str(rank), "small", "end")
-        drawing.text(_LEFT + (rank + 0.5) * cell, 34, str(rank), "small", "middle")
+        drawing.text(_MARGIN - 6, 44 + (rank + 0.5) * cell, str(rank), "small", "end")
+        drawing.text(_MARGIN + (rank + 0.5) * cell, 34, str(rank), "small", "middle")
     for receiver, sender in np.argwhere(traffic > 0).tolist() if count <= 12 else ():
         strong = "on-heat" if levels[receiver, sender] > _LEVELS / 2 else ""
         value = pairs(int(traffic[receiver, sender]))
-        drawing.text(_LEFT + (sender + 0.5) * cell, 44 + (receiver + 0.5) * cell, value, f"tiny {strong}", "middle")
-    drawing.text(_LEFT, 14, "sender to the right, receiver down", "small muted")
+        drawing.text(_MARGIN + (sender + 0.5) * cell, 44 + (receiver + 0.5) * cell, value, f"tiny {strong}", "middle")
+    drawing.text(_MARGIN, 14, "sender to the right, receiver down", "small muted")
     return drawing
 
 

@@ -162,7 +162,7 @@ def _mask(plan: Plan, name: str, key: str) -> list[Block]:
     found: list[Block] = [
         Heading(2, f"Mask “{name}”: who computes what" if len(plan.masks) > 1 else "Who computes what"),
         Legend([*colors[: plan.num_ranks], ("muted", "pale: keys of another rank")]),
-        draw_mask(key, plan, name, (0, plan.seq_len)),
+        draw_mask(key, plan, name),
         _CELLS,
         rank_table(plan, name),
         {"Held for the exchange": f"{held} a layer on the fullest rank; {saved} of it for the backward"},
