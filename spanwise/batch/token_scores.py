@@ -8,12 +8,12 @@ and gradients of that. The backward computes a chunk's logits again: docs/decisi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -194,8 +194,10 @@ def score(
         first = counts[:rank].sum()
         if not grads or weight is None:
             compare = None  # the backward has no collective
+    if weight is not None and bias is not None:  # one more column of the weight
+        x, weight = F.pad(x, (0, 1), value=1.0), torch.cat([weight, bias.unsqueeze(1)], dim=1)
     x_ND = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    logprobs, entropies = _TokenScores.apply(x_ND, weight, bias, labels.flatten(), first, *scoring._replace(mesh=mesh))
+    logprobs, entropies = _TokenScores.apply(x_ND, weight, labels.flatten(), first, *scoring._replace(mesh=mesh))
     # Entropies that nobody asked for get no gradient.
     logprobs, *rest = compare_backward((logprobs, entropies) if scoring.entropy else (logprobs,), compare)
     return logprobs.view(labels.shape), (rest[0] if rest else entropies).view(labels.shape)
@@ -213,19 +215,18 @@ def check_vocabulary(labels: Tensor, vocab: Tensor | int) -> None:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor | None, bias_V: Tensor | None, labels_N: Tensor, first: Tensor,
-        *given: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor | None, labels_N: Tensor, first: Tensor, *given: Any
+    ) -> tuple[Tensor, Tensor]:
         scoring = ctx.scoring = Scoring(*given)
         entropy, mesh = scoring.entropy, scoring.mesh
-        ctx.dtypes = _dtypes(x_ND, weight_VD, bias_V)
+        ctx.dtypes = _dtypes(x_ND, weight_VD)
         # Largest logit, finite for differences that are not NaN; with z = logit - largest: sum of exp(z); the label's
         # logit; minus the sum of exp(z) z. A rank without a row of the vocabulary keeps these.
         lowest = torch.finfo(ctx.dtypes[1]).min
         start = (lowest, 0, -math.inf, 0)
         top_N, sum_N, picked_N, spread_N = (x_ND.new_full((len(x_ND),), x, dtype=ctx.dtypes[1]) for x in start)
         with torch.autocast(x_ND.device.type, enabled=False):
-            for part, h, z_CV, index, own in _chunks(x_ND, weight_VD, bias_V, labels_N, first, ctx.dtypes, scoring):
+            for part, h, z_CV, index, own in _chunks(x_ND, weight_VD, labels_N, first, ctx.dtypes, scoring):
                 if z_CV.shape[1]:
                     picked_N[part] = z_CV.gather(1, index).masked_fill_(~own, -math.inf).squeeze(1)
                     top_N[part] = z_CV.amax(-1).clamp_(min=lowest)
@@ -248,7 +249,7 @@ class _TokenScores(torch.autograd.Function):
             entropies = (
                 (spread_N / sum_N + log_sum_N).masked_fill_(ignored_N, 0) if entropy else torch.zeros_like(top_N)
             )
-        ctx.save_for_backward(x_ND, weight_VD, bias_V, labels_N, first, top_N, log_sum_N, entropies)
+        ctx.save_for_backward(x_ND, weight_VD, labels_N, first, top_N, log_sum_N, entropies)
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -259,17 +260,16 @@ class _TokenScores(torch.autograd.Function):
             raise NotImplementedError("token scores have no second derivatives; leave create_graph=True out")
         scoring, (operand_dtype, dtype) = ctx.scoring, ctx.dtypes
         temperature, softcap, entropy, _, mesh = scoring
-        x_ND, weight_VD, bias_V, labels_N, first, top_N, log_sum_N, entropies = ctx.saved_tensors
+        x_ND, weight_VD, labels_N, first, top_N, log_sum_N, entropies = ctx.saved_tensors
         g_N1, ge_N1 = (g.to(dtype).masked_fill(labels_N == IGNORE_INDEX, 0).unsqueeze(-1) for g in grads)
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need_x, need_weight = ctx.needs_input_grad[:2]
         # Hidden states are the same on all ranks of the mesh; their gradient is a sum over these, in float32.
         summed = mesh is not None and weight_VD is not None
         grad_x = torch.empty_like(x_ND, dtype=dtype if summed else x_ND.dtype) if need_x else None
         grad_weight = torch.zeros_like(weight_VD, dtype=dtype) if need_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=dtype) if need_bias else None
         with torch.autocast(x_ND.device.type, enabled=False):
             weight = None if weight_VD is None else weight_VD.to(operand_dtype)
-            for part, h, z_CV, index, own in _chunks(x_ND, weight, bias_V, labels_N, first, ctx.dtypes, scoring):
+            for part, h, z_CV, index, own in _chunks(x_ND, weight, labels_N, first, ctx.dtypes, scoring):
                 slope = None if softcap is None else (z_CV * (temperature / softcap)).square_().neg_().add_(1)
                 z_CV.sub_(top_N[part].unsqueeze(-1)).sub_(log_sum_N[part].unsqueeze(-1))  # log-probabilities
                 g, ge = g_N1[part], ge_N1[part]
@@ -284,8 +284,6 @@ class _TokenScores(torch.autograd.Function):
                     d_CV.mul_(slope)
                 if temperature != 1:
                     d_CV.div_(temperature)
-                if grad_bias is not None:
-                    grad_bias += d_CV.sum(0)
                 d_CV = d_CV.to(operand_dtype)
                 if grad_x is not None:
                     grad_x[part] = d_CV if weight is None else _product(d_CV, weight, dtype)
@@ -296,27 +294,28 @@ class _TokenScores(torch.autograd.Function):
                 del h, z_CV, d_CV, slope
             if grad_x is not None and summed:
                 grad_x = failure.all_reduce(grad_x, "sum", mesh, "the gradient of hidden states")
-        found = zip((grad_x, grad_weight, grad_bias), (x_ND, weight_VD, bias_V), strict=True)
+        found = zip((grad_x, grad_weight), (x_ND, weight_VD), strict=True)
         return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 7
 
 
-def _dtypes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
     """Dtypes of the operands of products, and of everything else: float32 at least.
 
     A CUDA device multiplies bfloat16 (its own, or autocast's) into float32 sums without a copy in float32. Elsewhere
     the operands are float32, too, so that no product is rounded.
     """
-    given = [t.dtype for t in (x, weight, bias) if t is not None]
-    dtype = functools.reduce(torch.promote_types, given, torch.float32)
-    if weight is None or x.device.type != "cuda" or dtype != torch.float32:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if weight is None:
         return dtype, dtype
-    low = [torch.get_autocast_dtype("cuda")] if torch.is_autocast_enabled("cuda") else given[:2]
-    return torch.bfloat16 if all(one == torch.bfloat16 for one in low) else dtype, dtype
+    dtype = torch.promote_types(dtype, weight.dtype)
+    low = {torch.get_autocast_dtype("cuda")} if torch.is_autocast_enabled("cuda") else {x.dtype, weight.dtype}
+    fast = x.device.type == "cuda" and dtype == torch.float32 and low == {torch.bfloat16}
+    return torch.bfloat16 if fast else dtype, dtype
 
 
 def _chunks(
-    x_ND: Tensor, weight: Tensor | None, bias: Tensor | None, labels_N: Tensor, first: Tensor,
-    dtypes: tuple[torch.dtype, torch.dtype], scoring: Scoring,
+    x_ND: Tensor, weight: Tensor | None, labels_N: Tensor, first: Tensor, dtypes: tuple[torch.dtype, torch.dtype],
+    scoring: Scoring,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Slices of tokens, their operands ``[C, D]`` and logits ``[C, V]``, which may be written to.
 
@@ -324,7 +323,6 @@ def _chunks(
     """
     operand_dtype, dtype = dtypes
     weight = None if weight is None else weight.to(operand_dtype)
-    bias = None if bias is None else bias.to(dtype)
     vocab = x_ND.shape[-1] if weight is None else weight.shape[0]
     chunk = scoring.chunk or max(1, CHUNK_LOGITS // max(1, vocab))
     column_N1 = (labels_N - first).unsqueeze(-1)
@@ -334,8 +332,6 @@ def _chunks(
         # What padding holds, NaN included, is never read.
         h = x_ND[part].masked_fill((labels_N[part] == IGNORE_INDEX).unsqueeze(-1), 0).to(operand_dtype)
         z = h if weight is None else _product(h, weight.t(), dtype)
-        if bias is not None:
-            z.add_(bias)
         if scoring.softcap is not None:
             z.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
         if scoring.temperature != 1:

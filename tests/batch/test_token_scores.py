@@ -284,8 +284,8 @@ def test_products_of_bfloat16_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) 
     """Which dtype the operands get there, with fake tensors; and numbers on a CPU, with a stand-in for torch.mm."""
     with FakeTensorMode():
         low, wide = (torch.empty(2, 2, dtype=d, device="cuda") for d in (torch.bfloat16, torch.float32))
-        assert token_scores._dtypes(low, low, wide) == (torch.bfloat16, torch.float32)
-        assert token_scores._dtypes(low, wide, None) == token_scores._dtypes(low, None, None) == (torch.float32,) * 2
+        assert token_scores._dtypes(low, low) == (torch.bfloat16, torch.float32)
+        assert token_scores._dtypes(low, wide) == token_scores._dtypes(low, None) == (torch.float32,) * 2
     hidden, weight, bias, labels = problem(200, 32, 300, torch.bfloat16)
     expected = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     F.cross_entropy(F.linear(*expected), labels).backward()
