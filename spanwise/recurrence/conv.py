@@ -66,8 +66,8 @@ def causal_conv(
         sizes = "shape of a token", rows_RBC.shape[1:]
         call = compare_call("causal_conv", facts, route.mesh, [x], sizes=sizes, plan=route.digest)
         name = _torch.group_name(route.mesh.get_group())
-        link = Link(name, route.num_ranks, "tokens (causal_conv)", eager(call))
-        (arrived_NF,) = bring(rows_RBC.flatten(1), [route.halo.step], link)
+        link = Link(name, route.mesh.size(), "tokens (causal_conv)", eager(call))
+        (arrived_NF,) = bring(rows_RBC.flatten(1), [route.halo], link)
         (arrived_NF,) = compare_backward((arrived_NF,), call, travels=True)
         stream.append(arrived_NF.unflatten(1, rows_RBC.shape[1:]))
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
@@ -75,9 +75,7 @@ def causal_conv(
         rows_NBC = torch.cat([*stream, rows_RBC.new_zeros(1, *rows_RBC.shape[1:])]).to(dtype)
         bias_C = weight_CW.new_zeros(weight_CW.shape[0]) if bias is None else bias
         skipped = route.conv_width - weight_CW.shape[1]
-        out_RBC = _Windows.apply(
-            rows_NBC, weight_CW.to(dtype), bias_C.to(dtype), route.halo.stream, route.halo.outputs, skipped
-        )
+        out_RBC = _Windows.apply(rows_NBC, weight_CW.to(dtype), bias_C.to(dtype), route.stream, route.outputs, skipped)
         if activation is not None:
             out_RBC = F.silu(out_RBC)
     return from_rows(out_RBC.to(x.dtype), route, x.dim() == 2)

@@ -36,7 +36,6 @@ class RelayoutRoute:
         step: rows that this rank sends and receives.
         before, after: ``[T, 0]`` and ``[U, 0]``; carry sizes in their shapes.
         digest: uint8 ``[16]`` in host memory, of both plans; compared across the ranks in each call.
-        rank, num_ranks: plain numbers.
         rows: batch rows with layouts of their own; 1 where one layout serves all.
         mesh: of all ranks, 1-D; None for one rank.
     """
@@ -45,13 +44,11 @@ class RelayoutRoute:
     before: torch.Tensor
     after: torch.Tensor
     digest: torch.Tensor
-    rank: int
-    num_ranks: int
     rows: int
     mesh: DeviceMesh | None
 
 
-_torch.register_pytree_dataclass(RelayoutRoute, static=("rank", "num_ranks", "rows", "mesh"))
+_torch.register_pytree_dataclass(RelayoutRoute, static=("rows", "mesh"))
 
 
 @tells_refusals
@@ -102,11 +99,9 @@ def relayout(
         route = relayout_route(from_plan, to_plan, mesh, x.device)
     dim = check_dim(x, dim)
     if x.shape[dim] != route.before.shape[0]:
-        tokens = f"rank {route.rank}'s {route.before.shape[0]} tokens"
-        raise ValueError(f"dim {dim} must have {tokens}, got a tensor of shape {tuple(x.shape)}")
-    if route.num_ranks == 1:
+        raise ValueError(f"dim {dim} must have this rank's {route.before.shape[0]} tokens, got shape {tuple(x.shape)}")
+    if route.mesh is None:
         return x
-    assert route.mesh is not None
     dims: tuple[int, ...] = (dim,)  # the batch is part of a token's features, unless its rows have layouts of their own
     if route.rows > 1:
         why = f"the plans lay out {route.rows} batch rows differently"
@@ -116,7 +111,7 @@ def relayout(
     rows_RF = rows_Rx.flatten(1) if rows_Rx.dim() > 1 else rows_Rx.unsqueeze(-1)
     sizes = "features of a token", rows_RF.shape[1:]
     call = compare_call("relayout", {"dtype": x.dtype}, route.mesh, [x], sizes=sizes, plan=route.digest)
-    link = Link(_torch.group_name(route.mesh.get_group()), route.num_ranks, "tokens (relayout)", eager(call))
+    link = Link(_torch.group_name(route.mesh.get_group()), route.mesh.size(), "tokens (relayout)", eager(call))
     (arrived_NF,) = bring(rows_RF, [route.step], link)
     (arrived_NF,) = compare_backward((arrived_NF,), call, travels=True)
     leading = (route.after.shape[0],) if route.rows == 1 else (route.rows, route.after.shape[0])
@@ -163,7 +158,8 @@ def relayout_route(
         step = step_of(np.argsort(goes_to, kind="stable"), sent, received, device, order)
         tokens_before = _torch.mark_dynamic(torch.empty(before.num_tokens(rank), 0, device=device), 0)
         tokens_after, host_digest = size(after.num_tokens(rank), device), torch.tensor(list(digest), dtype=torch.uint8)
-        route = RelayoutRoute(step, tokens_before, tokens_after, host_digest, rank, from_plan.num_ranks, rows, mesh)
+        several = mesh if from_plan.num_ranks > 1 else None
+        route = RelayoutRoute(step, tokens_before, tokens_after, host_digest, rows, several)
         return to_active_mode(route)
 
 

@@ -70,21 +70,6 @@ class Passage:
 
 
 @dataclasses.dataclass(frozen=True)
-class HaloRoute:
-    """Rows before the runs of this rank.
-
-    Attributes:
-        step: rows that travel.
-        stream: int64, each run behind its halo: rows of the shard, then arrived rows, then one row of zeros.
-        outputs: int64 ``[R]``, where the window of each token begins in the stream.
-    """
-
-    step: RankStep
-    stream: torch.Tensor
-    outputs: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
 class RecurrenceRoute:
     """One rank's part of a plan for layers that carry a state along the sequence; a pytree of tensors.
 
@@ -97,11 +82,12 @@ class RecurrenceRoute:
         first, middle, last: those that open documents which go on elsewhere, that neither open nor close one, and that
             close one.
         forward, backward: how states, and their gradients, pass.
-        halo: of convolutions up to `conv_width`.
+        halo: rows before the runs of this rank that travel, for convolutions up to `conv_width`.
+        stream: int64, each run behind its halo: rows of the shard, then arrived rows, then one row of zeros.
+        outputs: int64 ``[R]``, where the window of each token begins in the stream.
         digest: uint8 ``[16]`` in host memory, of plan and documents; compared across the ranks in each call.
         apart: whether any document lies on several ranks, so that calls communicate.
         rows: batch rows with layouts or documents of their own; 1 where one serves all.
-        rank, num_ranks, conv_width: plain numbers.
         mesh: of all ranks, 1-D; None for one rank.
     """
 
@@ -114,12 +100,12 @@ class RecurrenceRoute:
     last: ChunkTable
     forward: Passage
     backward: Passage
-    halo: HaloRoute
+    halo: RankStep
+    stream: torch.Tensor
+    outputs: torch.Tensor
     digest: torch.Tensor
     apart: bool
     rows: int
-    rank: int
-    num_ranks: int
     conv_width: int
     mesh: DeviceMesh | None
 
@@ -127,8 +113,7 @@ class RecurrenceRoute:
 for _class, _static in (
     (ChunkTable, ()),
     (Passage, ()),
-    (HaloRoute, ()),
-    (RecurrenceRoute, ("apart", "rows", "rank", "num_ranks", "conv_width", "mesh")),
+    (RecurrenceRoute, ("apart", "rows", "conv_width", "mesh")),
 ):
     _torch.register_pytree_dataclass(_class, static=_static)
 
@@ -207,6 +192,7 @@ class _Builder:
 
     def route(self, conv_width: int, mesh: DeviceMesh | None, digest: bytes) -> RecurrenceRoute:
         of = self.everyone
+        halo = document_runs.halo(of, self.rank, self.num_ranks, self.rows * self.length, conv_width - 1)
         return RecurrenceRoute(
             tokens=_torch.mark_dynamic(torch.empty(self.length, 0, device=self.device), 0),
             starts=self.index(of.document[self.mine & of.opens]),
@@ -217,12 +203,13 @@ class _Builder:
             last=self.table(~of.opens & of.closes),
             forward=self.passage(backward=False),
             backward=self.passage(backward=True),
-            halo=self.halo(conv_width - 1),
+            halo=step_of(halo.send, halo.send_counts, halo.recv_counts, self.device),
+            stream=self.index(halo.stream),
+            # Compiled code knows that it has as many entries as the shard has rows.
+            outputs=_torch.mark_dynamic(on_device(halo.outputs, self.device), 0),
             digest=torch.tensor(list(digest), dtype=torch.uint8),
             apart=bool((~of.opens).any()),
             rows=self.rows,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
             conv_width=conv_width,
             mesh=mesh,
         )
@@ -258,13 +245,6 @@ class _Builder:
         tokens, order, counts = document_runs.cut(of.of(mine), self.rows * self.length, _CHUNK)
         starts, ends = (self.index(self.numbered(kind)[mine & kind]) for kind in (of.opens, of.closes))
         return ChunkTable(starts, ends, self.index(tokens), self.index(order), self.host(counts))
-
-    def halo(self, width: int) -> HaloRoute:
-        found = document_runs.halo(self.everyone, self.rank, self.num_ranks, self.rows * self.length, width)
-        step = step_of(found.send, found.send_counts, found.recv_counts, self.device)
-        # Compiled code knows that it has as many entries as the shard has rows.
-        outputs = _torch.mark_dynamic(on_device(found.outputs, self.device), 0)
-        return HaloRoute(step, self.index(found.stream), outputs)
 
     def index(self, numbers: Int64) -> torch.Tensor:
         return _index(numbers, self.device)

@@ -29,7 +29,7 @@ def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -
     """
     before = x.dim() - features
     if before not in (1, 2) or x.shape[before - 1] != route.tokens.shape[0]:
-        tokens = f"rank {route.rank}'s {route.tokens.shape[0]} tokens"
+        tokens = f"this rank's {route.tokens.shape[0]} tokens"
         raise ValueError(f"{name} must be {tokens} and {features} dims after them, got shape {tuple(x.shape)}")
     fix_sizes(*x.shape[before:])
     if before == 1:
