@@ -18,11 +18,12 @@ RESULTS = DOCS.parent / "benchmarks" / "results" / "huggingface-models.json"
 _REASONS = {
     "carries a state along the sequence": "an unknown kind of state",
     "layers of type": "unsupported layers",
+    "picks keys in a way": "an unknown indexer",
     "does not take its attention from AttentionInterface": "no `AttentionInterface`",
     "takes no position_ids": "no `position_ids`",
     "is not causal": "not causal",
     "an encoder and a decoder": "encoder and decoder",
-    "rule of its own": "positions counted from padding",
+    "positions behind padding": "positions counted from padding",
     "a mask or a bias of its own": "its own mask or bias",
     "computes its loss itself": "a loss of its own",
     "asks for attention of": "a mask other than its config's",

@@ -161,7 +161,8 @@ def prepare_context_parallel_input(
         got = f"{tuple(labels.shape)} and {tuple(positions.shape)}"
         raise ValueError(f"labels and positions must be [B, S] = {shape}, as inputs, got {got}")
     if plan is None:
-        masks = next(m for m in (mask, extra_kwargs.get("attention_masks"), document_mask(positions)) if m is not None)
+        documents = spanwise.SpanMask.from_position_ids(positions)
+        masks = next(m for m in (mask, extra_kwargs.get("attention_masks"), documents) if m is not None)
         if isinstance(masks, Mapping):
             masks = {name: mask for name, mask in masks.items() if mask is not None}  # None marks an unused mask
         balancer: Any = load_balancer_type
@@ -180,25 +181,6 @@ def prepare_context_parallel_input(
     planned: Any = {name: PlannedMask(local, name) for name in plan.masks}
     planned = planned["default"] if set(planned) == {"default"} else planned
     return inputs, labels, {**extra_kwargs, "positions": positions, "attention_masks": planned}
-
-
-def document_mask(positions: torch.Tensor, **options: Any) -> spanwise.SpanMask:
-    """Packed documents, one from each position 0, as torchtitan marks them; ``[B, S]`` gives each row its own.
-
-    Args:
-        positions: integers ``[B, S]``; the first token of a row starts a document in any case.
-        options: ``causal``, ``window`` and ``chunk`` of `SpanMask.documents`.
-
-    >>> document_mask(torch.tensor([[0, 1, 0, 1, 2]])) == spanwise.SpanMask.documents([0, 2, 5])
-    True
-    """
-    if positions.dim() != 2:
-        raise ValueError(f"positions must be [B, S], got shape {tuple(positions.shape)}")
-    rows = []
-    for row in positions.detach().cpu():
-        starts = (row[1:] == 0).nonzero().flatten() + 1
-        rows.append(spanwise.SpanMask.documents([0, *starts.tolist(), len(row)], **options))
-    return rows[0] if all(row == rows[0] for row in rows) else spanwise.SpanMask.stack(rows)
 
 
 __all__ = ["PlannedMask", "apply_cp_to_forward", "prepare_context_parallel_input"]

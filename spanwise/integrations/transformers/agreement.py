@@ -30,8 +30,8 @@ class Parameters:
 
     def checksum(self, model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
         """int64 without dims; 0 if nothing is left to compare."""
-        own = _own(model, mesh) if self._left else {}
-        total = _total([_checksum(x) for x in own.values()])
+        own = _own(model, mesh) if self._left else []
+        total = _total([_checksum(x) for x in own])
         # By value: fused optimizers, and those that write to `.data`, leave the versions of tensors as they are.
         self._left, self._last = (self._left - (int(total) != self._last) if own else 0), int(total)
         return total
@@ -55,37 +55,28 @@ def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tupl
     ]
     tensors = [torch.as_tensor(batch[n]) for n in compared]
     weights = _total([x.checksum(model, mesh) for model, x in models if torch.is_grad_enabled()])
-    same_batch, same_weights = _are_same([_total([_checksum(x.detach()) for x in tensors]), weights], mesh)
+    device = _torch.comparison_device(mesh.get_group(0))
+    sums = torch.stack([x.to(device) for x in (_total([_checksum(x.detach()) for x in tensors]), weights)])
+    extremes = failure.all_reduce(torch.stack([sums, -sums]), "max", mesh, "checksums")
+    same_batch, same_weights = (extremes[0] == -extremes[1]).tolist()
     if not same_batch:
         raise ValueError("the ranks of the cp mesh got different batches of equal lengths; give all of them the same")
     if not same_weights:
-        own = {name: x for model, parameters in models for name, x in _own(model, mesh).items()}
-        if _are_same([torch.tensor(len(own))], mesh)[0]:
-            same = _are_same([_checksum(x) for x in own.values()], mesh)
-            own = {name: x for (name, x), equal in zip(own.items(), same, strict=True) if not equal}
         raise ValueError(
-            f"parameters differ between ranks of the cp mesh, such as {next(iter(own), 'the number of them')}; average "
-            f"gradients over it, as fully_shard and DistributedDataParallel do, and start from equal weights; if they "
-            f"differ by design, as local experts, pass check_parameters=False to hf.context_parallel"
+            "parameters differ between ranks of the cp mesh; average gradients over it, as fully_shard and "
+            "DistributedDataParallel do, and start from equal weights; if they differ by design, as local experts, "
+            "pass check_parameters=False to hf.context_parallel"
         )
 
 
-def _own(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """The parameters that ranks of `mesh` must have equal, by name."""
-    ranks, found = set(mesh.mesh.flatten().tolist()), {}
-    for name, x in model.named_parameters():
+def _own(model: nn.Module, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The parameters that ranks of `mesh` must have equal."""
+    ranks, found = set(mesh.mesh.flatten().tolist()), []
+    for x in model.parameters():
         shared = isinstance(x, DTensor) and len(ranks.intersection(x.device_mesh.mesh.flatten().tolist())) > 1
         if x.requires_grad and not shared:
-            found[name] = (x.to_local() if isinstance(x, DTensor) else x).detach()
+            found.append((x.to_local() if isinstance(x, DTensor) else x).detach())
     return found
-
-
-def _are_same(sums: list[torch.Tensor], mesh: DeviceMesh) -> list[bool]:
-    """Whether each of some int64 numbers is the same on all ranks. A collective call."""
-    device = _torch.comparison_device(mesh.get_group(0))
-    extremes = torch.stack([x.to(device) for x in sums])
-    extremes = failure.all_reduce(torch.stack([extremes, -extremes]), "max", mesh, "checksums")
-    return (extremes[0] == -extremes[1]).tolist()
 
 
 def _total(sums: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import spanwise
@@ -64,7 +64,8 @@ def attention(
         ValueError: a call that a plan cannot serve.
     """
     planned, name = spanwise_plan or planned_of(attention_mask), type(module).__name__
-    expand = functools.partial(getattr(type(module), _EXPAND), module) if has_latents(module) else None
+    latents = module.__dict__.get(_EXPAND) is _unexpanded
+    expand = functools.partial(getattr(type(module), _EXPAND), module) if latents else None
     if planned is None:
         if kind_of(attention_mask) is not None:
             raise ValueError(f"{name} was called without the plan of its batch; its model must pass keywords on")
@@ -84,7 +85,7 @@ def attention(
     sinks = kwargs.get("s_aux")
     if isinstance(sinks, DTensor) and not isinstance(query, DTensor):  # tensor parallelism has sharded heads
         sinks = sinks.to_local(grad_placements=sinks.placements)
-    scale, softcap, score_mod = kwargs.get("scaling"), kwargs.get("softcap"), None
+    score_mod = None
     if isinstance(selection := kwargs.get("indices"), Selection):
         score_mod = reading(selection.picked(planned), planned.plan.tokens[0])
     out = spanwise.context_parallel_attention(
@@ -93,8 +94,8 @@ def attention(
         value,
         planned.plan,
         mask_name=mask_name,
-        scale=scale,
-        softcap=softcap,
+        scale=kwargs.get("scaling"),
+        softcap=kwargs.get("softcap"),
         sinks=sinks,
         expand=expand,
         score_mod=score_mod,
@@ -105,12 +106,7 @@ def attention(
 def keep_latents(module: torch.nn.Module) -> None:
     """Let multi-head latent attention pass `attention` latents and rotary keys, which travel in place of K and V."""
     if callable(getattr(type(module), _EXPAND, None)):
-        setattr(module, _EXPAND, _unexpanded)
-
-
-def has_latents(module: torch.nn.Module) -> bool:
-    """Whether `keep_latents` changed the module; deep copies are changed, too."""
-    return module.__dict__.get(_EXPAND) is _unexpanded
+        setattr(module, _EXPAND, _unexpanded)  # also in deep copies
 
 
 def _unexpanded(latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,8 +118,7 @@ def mask(before: str, *args: Any, **kwargs: Any) -> Any:
     given = kwargs.get("attention_mask")
     if given is None or kind_of(given) is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[before](*args, **kwargs)
-    kind = _kind_of_function(kwargs["mask_function"], kwargs["config"], given.device)
-    return empty_mask(given.device, planned_of(given), kind)
+    return empty_mask(given.device, planned_of(given), _kind_of_call(kwargs["config"], kwargs))
 
 
 def _function(before: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -160,33 +155,11 @@ def _checked_kind(
     return kind
 
 
-def _kind_of_function(function: Callable[..., Any], config: Any, device: torch.device) -> str:
-    """The kind of mask that `function` computes, by its values where the kinds differ."""
-    read = list(_token_tables(function))
-    if any(bool((table >= 0).any()) for table in read):  # -1: no block
-        return OTHER
-    config = config.get_text_config()
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    edges = sorted({abs(n + d) for n in (0, window or 0, chunk or 0, 2 * (chunk or 0)) for d in (-2, -1, 0, 1, 2)})
-    length = min((table.shape[-1] for table in read), default=edges[-1] + 1)
-    kv = torch.tensor([edge for edge in edges if edge < length], device=device)
-    q = kv[:, None]
-    expected = {FULL: kv <= q}
-    if window:
-        expected[SLIDING] = (kv <= q) & (kv > q - window)
-    if chunk:
-        expected[CHUNKED] = (kv <= q) & (kv // chunk == q // chunk)
-    got = torch.as_tensor(function(0, 0, q, kv), device=device).expand(len(kv), len(kv))
-    kinds = [kind for kind, mask in expected.items() if torch.equal(got, mask)] or [OTHER]
-    return kinds[0] if len(kinds) == 1 else UNKNOWN  # short batches do not tell windows apart
-
-
-def _token_tables(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """What a mask function looks up for each token, such as the image that it belongs to."""
-    for cell in getattr(function, "__closure__", None) or ():
-        held = cell.cell_contents
-        for one in held if isinstance(held, (tuple, list)) else [held]:
-            if isinstance(one, torch.Tensor) and one.dim() >= 2:
-                yield one
-            elif callable(one):
-                yield from _token_tables(one)
+def _kind_of_call(config: Any, arguments: Mapping[str, Any]) -> str:
+    """The kind of mask that transformers' `create_…_mask` asks for."""
+    config, size = config.get_text_config(), arguments.get("local_size")
+    if not arguments.get("allow_is_causal_skip") and arguments["mask_function"] is not causal_mask_function:
+        return OTHER  # with blocks of images, or without causality
+    sizes = {SLIDING: getattr(config, "sliding_window", None), CHUNKED: getattr(config, "attention_chunk_size", None)}
+    kinds = [FULL] if size is None else [kind for kind, tokens in sizes.items() if tokens == size] or [OTHER]
+    return kinds[0] if len(kinds) == 1 else UNKNOWN

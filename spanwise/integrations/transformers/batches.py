@@ -30,19 +30,13 @@ class Documents:
     rows: int
     length: int
     keep: torch.Tensor | None  # int64, indices of the kept tokens in the flattened batch, ascending; None for all
-    cu_seqlens: np.ndarray  # int64 [num_docs + 1], among the N tokens; each added token is a document
-    added: int = 0  # tokens behind the kept ones, so that no rank is without a token
+    cu_seqlens: np.ndarray  # int64 [num_docs + 1], among the N tokens
     tree: spanwise.TokenTree | None = None  # of the N tokens; cu_seqlens then says nothing of them
-
-    @property
-    def kept(self) -> int:
-        """Number of tokens of the batch without padding."""
-        return int(self.cu_seqlens[-1]) - self.added
 
     @property
     def packed(self) -> bool:
         """Whether a row holds several documents."""
-        return self.tree is not None or len(self.cu_seqlens) - 1 - self.added > self.rows
+        return self.tree is not None or len(self.cu_seqlens) - 1 > self.rows
 
     @property
     def positions(self) -> torch.Tensor:
@@ -54,22 +48,16 @@ class Documents:
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, S, …]`` from ``[N, …]``; 0 at padding. Differentiable."""
-        x = x[: self.kept]
         if self.keep is not None:
             x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.keep.to(x.device), x)
         return x.unflatten(0, (self.rows, self.length))
 
-    def flat(self, x: torch.Tensor, dim: int = 0, fill: float = 0) -> torch.Tensor:
-        """`x` ``[…, B, S, …]``, whose rows are dim `dim`, as ``[…, 1, N, …]``; `fill` at added tokens."""
+    def flat(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """`x` ``[…, B, S, …]``, whose rows are dim `dim`, as ``[…, 1, N, …]``."""
         if x.shape[dim] == 1 and self.rows > 1:  # positions that are the same in every row
             x = x.expand(*x.shape[:dim], self.rows, *x.shape[dim + 1 :])
         x = x.flatten(dim, dim + 1).unsqueeze(dim)
-        if self.keep is not None:
-            x = x.index_select(dim + 1, self.keep.to(x.device))
-        if self.added:
-            more = x.new_full((*x.shape[: dim + 1], self.added, *x.shape[dim + 2 :]), fill)
-            x = torch.cat([x, more], dim + 1)
-        return x
+        return x if self.keep is None else x.index_select(dim + 1, self.keep.to(x.device))
 
 
 def is_packed(batch: Batch) -> bool:
@@ -82,7 +70,7 @@ def is_packed(batch: Batch) -> bool:
         return described or (getattr(batch.get("attention_mask"), "ndim", 0) == 2 and is_packed(rest))
 
 
-def find_documents(batch: Batch, num_ranks: int = 1) -> Documents:
+def find_documents(batch: Batch) -> Documents:
     """The documents of `batch`; pure.
 
     Args:
@@ -93,7 +81,6 @@ def find_documents(batch: Batch, num_ranks: int = 1) -> Documents:
             with three, ``[3, B, S]``, a document starts where none of them grows); ``seq_idx`` ``[B, S]``, the number
             of each token's document. Position ids that skip numbers need one of the other descriptions. Or ``tree``, a
             `spanwise.TokenTree` of the S tokens of one row.
-        num_ranks: of the plan.
 
     Raises:
         ValueError: no tokens, shapes that do not match, padding inside a row, or descriptions that contradict.
@@ -107,7 +94,7 @@ def find_documents(batch: Batch, num_ranks: int = 1) -> Documents:
     padded = valid is not None and not bool(valid.all())
     kept = torch.ones(rows, length, dtype=torch.bool) if valid is None else valid
     if batch.get("tree") is not None:
-        return _of_tree(batch, rows, length, num_ranks, padded)
+        return _of_tree(batch, rows, length, padded)
     given = _offsets(batch, rows, length)
     if batch.get("position_ids") is not None:
         given["position_ids"], skips = _steps(batch["position_ids"], rows, length)
@@ -127,12 +114,10 @@ def find_documents(batch: Batch, num_ranks: int = 1) -> Documents:
         text = "position_ids skip numbers, where a document may start or go on; pass an attention_mask of ones if each "
         _refuse_at(skips, text + "row is one document, or cu_seq_lens_q")
     begins, keep = starts[kept], kept.flatten().nonzero().flatten() if padded else None
-    added = max(0, num_ranks - len(begins))
-    cu_seqlens = np.append(np.flatnonzero(begins), np.arange(len(begins), len(begins) + added + 1))
-    return Documents(rows, length, keep, cu_seqlens, added)
+    return Documents(rows, length, keep, np.append(np.flatnonzero(begins), len(begins)))
 
 
-def _of_tree(batch: Batch, rows: int, length: int, num_ranks: int, padded: bool) -> Documents:
+def _of_tree(batch: Batch, rows: int, length: int, padded: bool) -> Documents:
     """The documents of a batch with a tree."""
     tree, others = batch["tree"], [name for name in (*DESCRIPTIONS, "position_ids") if batch.get(name) is not None]
     if not isinstance(tree, spanwise.TokenTree) or rows != 1 or tree.num_tokens != length:
@@ -143,10 +128,7 @@ def _of_tree(batch: Batch, rows: int, length: int, num_ranks: int, padded: bool)
         )
     if others or padded:
         raise ValueError(f"the batch has a tree and {others or 'padding'}; the tree alone tells positions and masks")
-    added = max(0, num_ranks - length)
-    if added:
-        tree = spanwise.TokenTree.pack([tree, spanwise.TokenTree([-1] * added, [1] * added)])
-    return Documents(1, length, None, np.array([0, length + added]), added, tree)
+    return Documents(1, length, None, np.array([0, length]), tree)
 
 
 def _refuse_at(where: torch.Tensor, text: str) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import spanwise
-from spanwise.integrations.transformers.batches import ARGUMENT, Documents, PlannedBatch
+from spanwise.integrations.transformers.batches import ARGUMENT, PlannedBatch
 
 _ROTARY = "_spanwise_rotary"  # attribute of a decoder: its rotary embeddings that depend on the largest position
 _LAST = "_spanwise_last"  # attribute of each of these: the largest position of all ranks, or None
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-# Names of classes without "Embeddings".
-_AFTER_PADDING = {"Roberta", "RobertaPreLayerNorm", "Camembert", "Data2VecText", "XLMRoberta", "XLMRobertaXL"}
 
 
 def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -30,35 +26,6 @@ def with_global_temperature(module: Any, query: torch.Tensor, positions: torch.T
     indices = positions, torch.arange(query.shape[2], device=query.device)
     own, given = (torch.log1p(((x.float() + 1) / module.floor_scale).floor()) * module.attn_scale + 1 for x in indices)
     return (query * (own / given)[:, None, :, None]).to(query.dtype)
-
-
-def padding_before_positions(decoder: nn.Module) -> int | None:
-    """The padding token of RoBERTa's embeddings, behind whose number positions start; None for other models.
-
-    Raises:
-        ValueError: embeddings that count positions from padding in another way.
-    """
-    own = [m for m in decoder.modules() if hasattr(m, "create_position_ids_from_inputs_embeds")]
-    strange = [name for m in own if (name := type(m).__name__).removesuffix("Embeddings") not in _AFTER_PADDING]
-    if strange:
-        raise ValueError(f"{strange[0]} counts positions by a rule of its own; known are {sorted(_AFTER_PADDING)}")
-    return int(own[0].padding_idx) if own else None  # type: ignore[arg-type]  # an attribute of a module
-
-
-def positions_after_padding(batch: Mapping[str, Any], documents: Documents, padding: int) -> torch.Tensor:
-    """int64 ``[B, S]``: what RoBERTa's embeddings count for each document: tokens that are no padding, from 1.
-
-    Raises:
-        ValueError: ``position_ids`` that count from 0, for which the model would take other embeddings.
-    """
-    ids, given = batch.get("input_ids"), batch.get("position_ids")
-    counts = (documents.positions >= 0 if ids is None else documents.flat(ids).cpu() != padding)[0]
-    if given is None:
-        each = [part.cumsum(0) * part + padding for part in counts.long().split(np.diff(documents.cu_seqlens).tolist())]
-        return documents.restored(torch.cat(each)).to((batch["inputs_embeds"] if ids is None else ids).device)
-    if bool((documents.flat(given).cpu()[0, counts] <= padding).any()):
-        raise ValueError(f"position_ids start at padding_idx + 1 = {padding + 1}; leave them out or add it")
-    return given
 
 
 def follow_length(decoder: nn.Module) -> None:
@@ -104,7 +71,6 @@ def gather_router_logits(decoder: nn.Module, args: Any, kwargs: dict[str, Any], 
     if planned is None or logits is None:
         return None
     output.router_logits = tuple(
-        x if x is None else spanwise.unshard(planned.plan, x=x.flatten(0, -2)[None])[0, : planned.documents.kept]
-        for x in logits
+        x if x is None else spanwise.unshard(planned.plan, x=x.flatten(0, -2)[None])[0] for x in logits
     )
     return output

@@ -28,7 +28,8 @@ def defer(module: nn.Module) -> None:
     indexer = getattr(module, "indexer", None)
     if indexer is None:  # it takes the selection of a layer before
         return
-    if not {"attention_mask", "past_key_values"} <= inspect.signature(type(indexer).forward).parameters.keys():
+    constants = inspect.unwrap(type(module).forward).__code__.co_consts
+    if not any("indices" in names for names in constants if isinstance(names, tuple)):  # of keyword arguments
         raise ValueError(f"{type(indexer).__name__} picks keys in a way that is not known; use data parallelism")
     indexer.forward = types.MethodType(Selection, indexer)
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise._torch import tree_leaves, tree_map
-from spanwise.integrations.transformers import batches, corrections
+from spanwise.integrations.transformers import batches
 from spanwise.integrations.transformers.agreement import Parameters, check_same
 from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.batches import ARGUMENT, DESCRIPTIONS, Batch, Documents, PlannedBatch
@@ -52,7 +52,6 @@ class Site:
     options: Mapping[str, Any]  # of `spanwise.make_plan`
     reduce_loss: bool  # whether the loss is that of all ranks; False for the model's own
     conv_width: int | None  # largest width of a convolution in layers that carry a state; None without such layers
-    padding: int | None  # the padding token behind whose number positions start, as RoBERTa's do; None where at 0
     parameters: Parameters | None  # compared over the cp mesh; None where the user does that
 
     def __deepcopy__(self, memo: Any) -> Site:  # meshes cannot be copied
@@ -100,7 +99,7 @@ def prepare(batch: Batch, model: Any, plan: spanwise.Plan | None = None) -> Any:
     mesh = sites[0].mesh
     if any(site.mesh != mesh or site.options != sites[0].options for site in sites):
         raise ValueError("models that share a batch need the same mesh and options in hf.context_parallel")
-    documents = batches.find_documents(batch, mesh.size())
+    documents = batches.find_documents(batch)
     masks = [span_masks(config, documents, batch) for config in configs]
     if plan is None:
         plan = plan_documents(documents, masks, configs, mesh.size(), **sites[0].options)
@@ -133,8 +132,6 @@ def _arguments(
     dropped = {*DESCRIPTIONS, *_LABELS, *_REFUSED} - {"output_attentions"}
     arguments = {name: x for name, x in batch.items() if x is not None and name not in dropped}
     labels = _labels(batch, planned, site, model)
-    if site.padding is not None:
-        arguments["position_ids"] = corrections.positions_after_padding(arguments, documents, site.padding)
     read = signature_of(type(model)).parameters
     # Models without attention pass the mask on to their decoder, and not the plan; those with router logits do both.
     requested = NO_ATTENTION in planned.names and "output_router_logits" not in read
@@ -202,12 +199,10 @@ def cut(given: Mapping[str, Any], planned: PlannedBatch, who: str) -> dict[str, 
                 f"{who} gets {name} of shape {[tuple(y.shape) for y in tensors][:4]}, which cannot be cut over its "
                 f"{shape} tokens; merge it into inputs_embeds, leave it out, or train with data parallelism"
             )
-        if isinstance(x, torch.Tensor) and tuple(x.shape[:2]) == shape:
-            result[name] = batches.shard(planned, x)
+        result[name] = tree_map(lambda y: batches.shard(planned, y) if torch.is_tensor(y) and y.numel() > 1 else y, x)
     positions = given.get("position_ids")
-    result["position_ids"] = (
-        planned.positions if positions is None else batches.shard(planned, positions, positions.dim() - 2)
-    )
+    own = planned.positions if positions is None else batches.shard(planned, positions, positions.dim() - 2)
+    result["position_ids"] = own
     for mask, name in _FEATURES.items():
         if given.get(mask) is not None and given.get(name) is not None:
             visual = given[mask].view(shape)
@@ -219,15 +214,11 @@ def cut(given: Mapping[str, Any], planned: PlannedBatch, who: str) -> dict[str, 
 
 def _check_plan(plan: spanwise.Plan, documents: Documents, mesh: DeviceMesh) -> None:
     tokens, want = int(documents.cu_seqlens[-1]), documents.cu_seqlens.tolist()
-    if plan.seq_len != tokens or plan.num_ranks != mesh.size():
-        raise ValueError(
-            f"the plan is for {plan.seq_len} tokens on {plan.num_ranks} ranks; the batch has {tokens} on {mesh.size()}"
-        )
-    if documents.tree is None:
-        offsets = [packing.q_offsets.tolist() for packing in packings(plan)]
-        if offsets != [want]:
-            raise ValueError(f"the plan's documents start at {offsets[0][:16]}, the batch's at {want[:16]}")
-    shards = plan.layout.tokens_per_rank.tolist()
+    given, shards = (plan.seq_len, plan.num_ranks), plan.layout.tokens_per_rank.tolist()
+    if given != (tokens, mesh.size()):
+        raise ValueError(f"the plan is for {given} tokens and ranks, the batch has {tokens} on {mesh.size()} ranks")
+    if documents.tree is None and (offsets := [packing.q_offsets.tolist() for packing in packings(plan)]) != [want]:
+        raise ValueError(f"the plan's documents start at {offsets[0][:16]}, the batch's at {want[:16]}")
     if min(shards) == 0:
         raise ValueError(f"models need a token on every rank, and shards have {shards}; give a smaller block_size")
 
@@ -247,7 +238,7 @@ def _labels(batch: Batch, planned: PlannedBatch, site: Site, model: Any) -> dict
     shape = documents.rows, documents.length
     if tuple(labels.shape) != shape or labels.is_floating_point():
         raise ValueError(f"labels must be [B, S] = {shape}, integers, got {labels.dtype} {tuple(labels.shape)}")
-    flat = documents.flat(labels.long(), fill=-100)
+    flat = documents.flat(labels.long())
     lost = int((labels != -100).sum() - (flat != -100).sum()) if documents.keep is not None else 0
     if lost:
         raise ValueError(f"{lost} tokens of padding have labels, and padding is dropped; set their labels to -100")

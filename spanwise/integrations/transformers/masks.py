@@ -33,11 +33,9 @@ _STATES: tuple[tuple[Any, Any, Any, Any, bool], ...] = (
     ("linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_conv_kernel_dim", True),
     ("mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv", False),
     ("mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel", False),
-    ("n_mamba_heads", "mamba_d_state", "mamba_headdim", "mamba_d_conv", False),
     ("num_heads", "state_size", "head_dim", "conv_kernel", False),
     ("intermediate_size", "state_size", 1, "conv_kernel", False),
     ("mamba_intermediate_size", "mamba_d_state", 1, "mamba_d_conv", False),
-    ("lru_width", 1, 1, "conv1d_width", False),
     ("hidden_size", 1, 1, "conv_L_cache", False),
 )
 _BIDIRECTIONAL, _OF_IMAGES = "use_bidirectional_attention", "vision"  # of text configs; a value: inside of images
@@ -92,7 +90,9 @@ def layer_types(config: Any) -> tuple[str, ...]:
     known = [*KINDS, INDEXED, *MIXED, *_WITHIN_TOKENS]
     unknown = sorted(set(kinds) - set(known))
     if unknown:
-        raise ValueError(f"{name} has layers of type {unknown}; context parallelism takes those among {known}")
+        raise ValueError(
+            f"{name} has layers of type {unknown}; context parallelism takes those among {known}; use data parallelism"
+        )
     bidirectional = None if rule is not None else getattr(config, _BIDIRECTIONAL, None)
     if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != _OF_IMAGES):
         raise ValueError(f"{name} says that attention is not causal; set is_decoder=True, or use data parallelism")
@@ -143,9 +143,10 @@ def span_masks(config: Any, documents: Documents, batch: Batch) -> dict[str, spa
 
 
 def is_marked(batch: Batch, config: Any) -> bool:
-    """Whether a batch marks tokens of a model that read each other in both directions."""
-    rule = _rule_of(config)
-    return rule is not None and batch.get(rule.argument) is not None
+    """Whether a batch marks tokens of a model that may read each other in both directions."""
+    rule, reads = _rule_of(config), getattr(config.get_text_config(), _BIDIRECTIONAL, None)
+    argument = "mm_token_type_ids" if rule is None and reads == _OF_IMAGES else getattr(rule, "argument", "")
+    return batch.get(argument) is not None
 
 
 def _blocks(batch: Batch, config: Any, documents: Documents) -> spanwise.SpanMask | None:
@@ -190,17 +191,23 @@ def recurrences(config: Any, layers: int) -> dict[str, spanwise.Recurrence]:
     given = dict(vars(config))
     if "mamba_expand" in given:  # Jamba and Zamba have a state for each channel
         given["mamba_intermediate_size"] = int(given["mamba_expand"] * config.hidden_size)
-    if "linear_attn_alpha_factor" in given:  # MiniMax, whose linear attention has the heads of its attention
-        head_dim = given.get("head_dim") or config.hidden_size // config.num_attention_heads
-        given |= dict(linear_num_heads=config.num_attention_heads, linear_head_dim=head_dim, linear_conv_kernel_dim=1)
     for *names, delta_rule in _STATES:
         sizes: list[Any] = [given.get(name) if isinstance(name, str) else name for name in names]
         if layers and all(isinstance(x, int) for x in sizes):
-            delta_rule &= "linear_attn_alpha_factor" not in given
             channels = None if delta_rule else sizes[0] * sizes[2]
             sizes = [*sizes[:3], delta_rule, sizes[3], channels, config.hidden_size]
             return {"linear_attention": spanwise.Recurrence(layers, *sizes)}
     return {}
+
+
+def row_dim(config: Any) -> int | None:
+    """Numbers of a token that multi-head latent attention sends in place of K and V; None for models without it."""
+    config = config.get_text_config()
+    try:
+        latents = getattr(config, "kv_lora_rank", None)
+        return latents + config.qk_rope_head_dim if latents else None
+    except RuntimeError:  # layers differ
+        return None
 
 
 def make_plan(batch: Batch, config: Any, num_ranks: int, **options: Any) -> spanwise.Plan:
@@ -213,13 +220,13 @@ def make_plan(batch: Batch, config: Any, num_ranks: int, **options: Any) -> span
         config: the model's `PreTrainedConfig`; or a list of them, for models that share one layout.
         num_ranks: ranks of the cp mesh.
         options: further arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``; ``recurrences``, of
-            layers that carry a state, are by default those of the config.
+            layers that carry a state, and ``kv_row_dim``, of latents, are by default those of the config.
 
     Raises:
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
     """
     configs = list(config) if isinstance(config, (list, tuple)) else [config]
-    documents = find_documents(batch, num_ranks)
+    documents = find_documents(batch)
     masks = [span_masks(one, documents, batch) for one in configs]
     return plan_documents(documents, masks, configs, num_ranks, **options)
 
@@ -246,8 +253,9 @@ def plan_documents(
         carried |= {name + other if number else name: x for name, x in states.items()}
     if carried and documents.tree is not None:
         raise ValueError("layers that carry a state cannot follow the branches of a tree; give each path as a document")
-    offsets = documents.cu_seqlens if documents.tree is None else None
-    options = {"recurrences": carried or None, "cu_seqlens": offsets, **options}
+    offsets, rows = documents.cu_seqlens if documents.tree is None else None, [row_dim(config) for config in configs]
+    priced = {"recurrences": carried or None, "kv_row_dim": None if None in rows else max(rows)}  # type: ignore[type-var]
+    options = priced | {"cu_seqlens": offsets, **options}
     return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **options)
 
 

@@ -126,35 +126,6 @@ def lightning_attention(
     return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
 
 
-def griffin(
-    route: RecurrenceRoute, module: Any, input_states: Tensor, position_ids: Tensor, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """RecurrentGemma: ``[1, T, hidden]``, a convolution and a linear recurrence of each channel."""
-    y = module.act_fn(module.linear_y(input_states))
-    x = module.linear_x(input_states)
-    x = recurrence.causal_conv(x[0], module.conv_1d.weight, module.conv_1d.bias, route)[None]
-    x = type(module.rg_lru).forward(_WithScan(module.rg_lru, route), x, position_ids)
-    return module.linear_out(x * y), None
-
-
-class _WithScan:
-    """A `RecurrentGemmaRglru` whose scan passes states between ranks, and that keeps no state."""
-
-    def __init__(self, module: nn.Module, route: RecurrenceRoute) -> None:
-        self._module, self._route = module, route
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def _rnn_scan(self, hidden_states: Tensor, recurrent_gate: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        """``[1, T, C]``. A document starts from zeros, so that nothing needs to be reset."""
-        one = torch.ones(hidden_states.shape[1], 1, 1, device=hidden_states.device)
-        # A gate may underflow to 0, whose logarithm has no gradient.
-        decay = recurrent_gate[0].float().clamp(min=torch.finfo(torch.float32).tiny).log()
-        out: Any = recurrence.gated_linear(one, one, hidden_states[0].float()[..., None], decay, self._route, scale=1.0)
-        return out[..., 0][None].to(hidden_states.dtype), None
-
-
 # What replaces functions that mixers call for all that crosses tokens: convolutions, scans, and fused kernels, which
 # are left out. A mixer calls a convolution and a scan; a short convolution has no scan.
 _CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv1d}
@@ -167,17 +138,7 @@ _SCANS: dict[str, Callable[..., Any]] = {
 _FUSED = dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), none)
 _FORWARD = "forward"  # in place of a name of a function: the forward itself
 # Class names of mixers that compute in their own code, and what replaces their forward.
-_WHOLE: dict[str, Callable[..., Any]] = {
-    "MiniMaxLightningAttention": lightning_attention,
-    "RecurrentGemmaRecurrentBlock": griffin,
-}
-# Class names of mixers that are known to be right so. Derived ones may do more, where their forward is not the same.
-_CALLERS = frozenset([
-    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
-    "KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer",
-    "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer", "MambaMixer", "FalconMambaMixer",
-    "JambaMambaMixer", "ZambaMambaMixer", "Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv",
-])  # fmt: skip
+_WHOLE: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": lightning_attention}
 _BEHIND = ("JambaMambaMixer",)  # layers of these do not pass keyword arguments on
 
 
@@ -263,8 +224,8 @@ def attach(decoder: nn.Module, config: Any) -> list[PlannedForward]:
     ]
     if what:
         raise ValueError(
-            f"{type(decoder).__name__} has {what[0]}, in a module that is not known to carry a state; known are those "
-            f"of transformers 5.23: {sorted(_CALLERS)}"
+            f"{type(decoder).__name__} has {what[0]}, in a module that is not known to carry a state; use data "
+            f"parallelism"
         )
     for name, mixer in mixers.items():
         module, kind = mixer.module, type(mixer.module).__name__
@@ -291,12 +252,11 @@ def conv_width(mixers: list[PlannedForward]) -> int | None:
 
 def _functions(module: nn.Module) -> Mapping[str, Callable[..., Any]] | None:
     """What replaces functions that the forward of `module` calls; None where it is not a mixer as it is known here."""
-    names = [cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _CALLERS or cls.__name__ in _WHOLE]
-    forward = inspect.unwrap(type(module).forward)
-    if not names or not forward.__module__.startswith("transformers.models."):
+    name, forward = type(module).__name__, inspect.unwrap(type(module).forward)
+    if not forward.__module__.startswith("transformers.models."):
         return None
-    if names[0] in _WHOLE:
-        return {_FORWARD: _WHOLE[names[0]]}
-    called, convolves = set(forward.__code__.co_names), names[0].endswith("ShortConv")
-    known = _CONVOLUTION.keys() <= called and (convolves or _SCANS.keys() & called)
+    if forward.__qualname__.partition(".")[0] in _WHOLE:
+        return {_FORWARD: _WHOLE[forward.__qualname__.partition(".")[0]]}
+    called = set(forward.__code__.co_names)
+    known = _CONVOLUTION.keys() <= called and (name.endswith("ShortConv") or _SCANS.keys() & called)
     return _CONVOLUTION | _SCANS | _FUSED if known else None

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import spanwise
 from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.agreement import Parameters
 from spanwise.integrations.transformers.attention import KIND, PREFIX, keep_latents, register
@@ -73,7 +72,7 @@ def context_parallel(
         ValueError: a model that context parallelism cannot serve exactly, or wrong arguments; the text says why.
     """
     loss_mesh = mesh if loss_mesh is None else loss_mesh
-    _check_arguments(mesh, loss_mesh, options)
+    _check_arguments(mesh, loss_mesh)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         name = type(model).__name__
@@ -82,13 +81,12 @@ def context_parallel(
         raise ValueError(f"{type(base).__name__} is under context parallelism already")
     decoder = _decoder_of(base)
     _check_model(base, decoder)
-    padding = corrections.padding_before_positions(decoder)
     _set_attention(base, decoder)
     mixers = attach(decoder, base.config)
     setattr(decoder, _MIXERS, mixers)
     corrections.follow_length(decoder)
     parameters = Parameters() if check_parameters else None
-    setattr(base, SITE, Site(mesh, loss_mesh, options, reduce_loss, conv_width(mixers), padding, parameters))
+    setattr(base, SITE, Site(mesh, loss_mesh, options, reduce_loss, conv_width(mixers), parameters))
     if reduce_loss and base.loss_function in LOSSES:
         base.loss_function = GlobalLoss(loss_mesh, base.loss_function)
     base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
@@ -98,7 +96,7 @@ def context_parallel(
     return model
 
 
-def _check_arguments(mesh: Any, loss_mesh: Any, options: Mapping[str, Any]) -> None:
+def _check_arguments(mesh: Any, loss_mesh: Any) -> None:
     """Raise ValueError for what the first batch would stumble over."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f"mesh must be a DeviceMesh of one axis, such as init_device_mesh(…)['cp'], got {mesh!r}")
@@ -107,9 +105,6 @@ def _check_arguments(mesh: Any, loss_mesh: Any, options: Mapping[str, Any]) -> N
     missing = set(mesh.mesh.flatten().tolist()) - set(loss_mesh.mesh.flatten().tolist())
     if missing:
         raise ValueError(f"loss_mesh must hold all ranks of mesh, and lacks {sorted(missing)}")
-    own = {} if isinstance(options.get("balancer", ""), str) else {"balancer": "contiguous"}  # it may need a real mask
-    short = {"balancer": "contiguous", **options, **own, "recurrences": None}
-    spanwise.make_plan(spanwise.SpanMask.documents([0, mesh.size()]), mesh.size(), **short)
 
 
 def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -125,7 +120,9 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     attends = NO_ATTENTION not in mask_weights(config)
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} has an encoder and a decoder; context parallelism takes decoders alone")
+        raise ValueError(
+            f"{name} has an encoder and a decoder; context parallelism takes decoders alone; use data parallelism"
+        )
     if any(re.search(_POOLED, cls.__name__) for cls in type(model).__mro__):
         raise ValueError(f"{name} computes its output from certain tokens; take AutoModel and spanwise.unshard")
     random = {n: x for n in _LAYER_DROP if (x := getattr(config.get_text_config(), n, None))}
@@ -133,6 +130,8 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise ValueError(f"{name} skips layers at random, by {random} in its config, and not on all ranks; set it to 0")
     if getattr(decoder, "pooler", None) is not None:
         raise ValueError(f"the pooler of {type(decoder).__name__} reads the first token; set add_pooling_layer=False")
+    if any(hasattr(module, "create_position_ids_from_inputs_embeds") for module in decoder.modules()):
+        raise ValueError(f"{name} counts positions behind padding, as RoBERTa does; train with data parallelism")
     for refused in _REFUSED.keys() & {cls.__name__ for module in decoder.modules() for cls in type(module).__mro__}:
         raise ValueError(f"{refused} {_REFUSED[refused]}, which no plan has; use data parallelism")
     for module in (type(model), type(decoder)):
@@ -140,7 +139,9 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             raise ValueError(f"{module.__name__}.forward takes no further keyword arguments, and so no plan")
     if attends and "position_ids" not in parameters:
-        raise ValueError(f"{module.__name__}.forward takes no position_ids, which tokens of a shard need")
+        raise ValueError(
+            f"{module.__name__}.forward takes no position_ids, which tokens of a shard need; use data parallelism"
+        )
 
 
 def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:

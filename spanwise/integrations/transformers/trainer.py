@@ -28,10 +28,9 @@ from spanwise.integrations.transformers.whole import Step, restore_outputs
 
 _OF_TRL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
 _REWARD = "load the model by AutoModel, restore its hidden states by spanwise.unshard, and compute rewards from them"
-_PARALLELISM = "leave it out: accelerate's context parallelism drops masks, and the mesh of hf.trainer takes its place"
 _GENERATION = "leave it False: each cp group generates with the model, or by a rollout_func that asks a server of yours"
 _ARGUMENTS = {  # refused where they are set, and what to do
-    "parallelism_config": _PARALLELISM,
+    "parallelism_config": "leave it out: accelerate's context parallelism drops masks; hf.trainer has its own mesh",
     "eval_use_gather_object": "leave it False; ranks gather tensors",
     "auto_find_batch_size": "set per_device_train_batch_size: one rank alone would take a smaller one",
     "torch_compile": "compile the layers of the model before, with layer.compile()",
@@ -255,20 +254,17 @@ def _check_base(base: type[Any]) -> None:
 
 def _check_settings(trainer: Any, accelerator: Any = None) -> None:
     """Raise ValueError for arguments that are not exact here, and what accelerate was set to, also by its own file."""
-    args, wrong = trainer.args, {}
-    if accelerator is None:
-        wrong = {name: remedy for name, remedy in _ARGUMENTS.items() if getattr(args, name, None)}
-        if args.accelerator_config.dispatch_batches:
-            wrong["dispatch_batches=True"] = "leave it None or False"
-        if args.train_sampling_strategy == "batch_rebalance":
-            wrong["train_sampling_strategy='batch_rebalance'"] = "use another; the plan of a batch balances the ranks"
-    else:
-        fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-        if accelerator.parallelism_config is not None:
-            wrong["parallelism_config"] = _PARALLELISM
-        if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
-            wrong["a model loaded with distributed_config"] = "load it without, and use fsdp_config={'version': 2}"
-        if trainer.is_deepspeed_enabled or (fsdp is not None and fsdp.fsdp_version != 2):
-            wrong["deepspeed" if trainer.is_deepspeed_enabled else "fsdp version 1"] = "use fsdp_config={'version': 2}"
+    args, fsdp = trainer.args, getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    wrong = {name: remedy for name, remedy in _ARGUMENTS.items() if getattr(args, name, None)}
+    if args.accelerator_config.dispatch_batches:
+        wrong["dispatch_batches=True"] = "leave it None or False"
+    if args.train_sampling_strategy == "batch_rebalance":
+        wrong["train_sampling_strategy='batch_rebalance'"] = "use another; the plan of a batch balances the ranks"
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        wrong["parallelism_config"] = _ARGUMENTS["parallelism_config"]
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        wrong["a model loaded with distributed_config"] = "load it without, and use fsdp_config={'version': 2}"
+    if accelerator is not None and (trainer.is_deepspeed_enabled or (fsdp is not None and fsdp.fsdp_version != 2)):
+        wrong["deepspeed" if trainer.is_deepspeed_enabled else "fsdp version 1"] = "use fsdp_config={'version': 2}"
     for name, remedy in wrong.items():
         raise ValueError(f"{name} does not go with hf.trainer; {remedy}")

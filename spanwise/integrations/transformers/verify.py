@@ -51,7 +51,7 @@ def verify(
         ValueError: a batch that `prepare` refuses.
     """
     site = site_of(model)
-    documents = find_documents(batch, site.mesh.size())
+    documents = find_documents(batch)
     given = {n: x for n, x in batch.items() if n not in ("labels", "shift_labels", "label_weights")}
     arguments = prepare(given, model, plan)
     local = arguments[ARGUMENT].plan
@@ -105,7 +105,7 @@ def _leaks(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """Tokens that were changed, and (row, token) pairs where a logit of another document changed."""
     offsets = documents.cu_seqlens.tolist()
-    if batch.get("input_ids") is None or offsets[1] >= documents.kept:  # one document, or a tree
+    if batch.get("input_ids") is None or offsets[1] >= offsets[-1]:  # one document, or a tree
         return (), ()
     border, leaks = offsets[1], []  # of the first two documents
     for token, own in ((border - 1, range(border)), (border, range(border, offsets[2]))):

@@ -145,8 +145,8 @@ def test_two_masks_and_sinks() -> None:
     _, _, positions = tiny.batch_of(ROWS)
     generator = torch.Generator().manual_seed(3)
     x, cotangent = torch.randn(2, *positions.shape, 256, generator=generator).unbind()
-    masks = {"basic_mask": titan.document_mask(positions)}
-    masks |= {"sliding_window_mask": titan.document_mask(positions, window=(9, 0)), "unused": None}
+    masks = {"basic_mask": spanwise.SpanMask.from_position_ids(positions)}
+    masks |= {"sliding_window_mask": spanwise.SpanMask.from_position_ids(positions, window=(9, 0)), "unused": None}
     results = run_ranks(2, _two_masks, x, cotangent, positions, masks)
 
     document = (positions == 0).cumsum(1)

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 NEEDS = {  # files, and what they need
     "*.py": ("transformers", "accelerate"),
     "test_trainer.py": ("datasets",),
-    "test_padding.py": ("datasets",),
     "test_trl.py": ("datasets", "trl", "peft"),
     "test_peft.py": ("peft",),
 }

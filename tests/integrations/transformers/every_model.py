@@ -31,15 +31,12 @@ from transformers.models.auto.modeling_auto import (
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, tiny
-from tests.integrations.transformers.small import small_config
+from tests.integrations.transformers.tiny import small_config
 from tests.ranks.harness import run_ranks
 
 LENGTHS = (23, 41, 7, 30)
 BESIDE_IMAGES = (22, 31, 17)  # tokens of text of three documents
 SECONDS = 120  # for one model
-
-_AFTER_PADDING = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
-_AFTER_PADDING += ("xmod",)
 
 
 def _train(rank: int, mesh: Any, models: list[Any], batch: dict[str, Any]) -> Any:
@@ -111,9 +108,9 @@ def examine(kind: str) -> dict[str, Any]:
         return tiny.randomized(cls._from_config(config).float().train())
 
     def describe(model: Any) -> Any:
-        # Positions that start behind the padding token are the model's to count.
-        batch = tiny.packed(documents, "cu_seq_lens_q" if kind in _AFTER_PADDING else "position_ids")
-        return {"packed": batch}, lambda attention: tiny.reference(model, documents, attention=attention)
+        return {"packed": tiny.packed(documents)}, lambda attention: tiny.reference(
+            model, documents, attention=attention
+        )
 
     return _examined(make, describe)
 

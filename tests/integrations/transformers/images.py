@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from tests.integrations.transformers import tiny
-from tests.integrations.transformers.small import END, IMAGE, START, VIDEO, small_config
+from tests.integrations.transformers.tiny import END, IMAGE, START, VIDEO, small_config
 
 MODELS = ("llava", "gemma3", "paligemma", "qwen2_vl", "qwen3_vl", "qwen3_5")
 TOKENS = 4  # of an image of these models, and of a frame of a video

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, tiny
-from tests.integrations.transformers.small import COMMON, VOCAB
+from tests.integrations.transformers.tiny import COMMON, VOCAB
 
 DOCUMENTS = [d.clamp(max=140) for d in tiny.documents_of((23, 41, 7, 30))]
 # A model, the argument that marks tokens, and marks of causal ones, of blocks, and of further blocks.

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 
 import spanwise
 from spanwise.integrations import transformers as hf
@@ -18,7 +17,6 @@ from tests.integrations.transformers import tiny
 
 DOCUMENTS = tiny.documents_of((23, 41))
 BATCH = tiny.packed(DOCUMENTS)
-PADDING = 1
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])  # Mamba passes no positions on
@@ -98,39 +96,6 @@ def test_copies_and_pickles(name: str, again: Any) -> None:
 
     model = tiny.model_of(name)
     tiny.check(tiny.train(model, BATCH, 1, act), tiny.reference(model, DOCUMENTS))
-
-
-def _counts_from_padding(kind: str) -> Any:
-    torch.manual_seed(0)
-    config = tiny.config_of(kind, pad_token_id=PADDING)
-    config._attn_implementation = "eager"
-    return tiny.randomized(AutoModelForCausalLM.from_config(config)).train()
-
-
-_SLOW = ("xlm-roberta", "xlm-roberta-xl", "data2vec-text", "roberta-prelayernorm")
-
-
-@pytest.mark.parametrize("kind", ["roberta", "camembert", *(pytest.param(x, marks=pytest.mark.slow) for x in _SLOW)])
-def test_positions_that_start_behind_padding(kind: str) -> None:
-    """Padding inside of a document does not count."""
-    model, documents = _counts_from_padding(kind), tiny.documents_of((23, 41, 7))
-    documents[1][[5, 6, 30]] = PADDING
-    want = tiny.reference(model, documents)
-    for batch in (tiny.packed(documents, "cu_seq_lens_q"), tiny.padded(documents, "left")):
-        tiny.check(tiny.train(model, batch), want)
-
-
-def test_positions_and_embeddings_of_users_behind_padding() -> None:
-    """Positions are taken as they are."""
-    model = _counts_from_padding("roberta")
-    want = tiny.reference(model, DOCUMENTS)
-    tiny.check(tiny.train(model, BATCH | {"position_ids": BATCH["position_ids"] + PADDING + 1}), want)
-
-    def embedded(mine: Any, batch: Any) -> Any:
-        given = {name: x for name, x in batch.items() if name != "input_ids"}
-        return tiny.step(mine, given | {"inputs_embeds": mine.get_input_embeddings()(batch["input_ids"])})
-
-    tiny.check(tiny.train(model, tiny.packed(DOCUMENTS, "cu_seq_lens_q"), act=embedded), want)
 
 
 @pytest.mark.parametrize("longer", [False, True], ids=["alone", "a longer batch before the backward"])

@@ -17,7 +17,7 @@ DOCUMENTS = tiny.documents_of(LENGTHS)
 BALANCERS = ("contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "local")
 FORMS = ("cu_seq_lens_q", "left", "right", "seq_idx", "seq_idx alone")
 # One of each way in which mixers compute, and in which plans reach them.
-MIXERS = ("qwen3_next", "kimi_linear", "mamba2", "mamba", "jamba", "lfm2", "minimax", "recurrent_gemma")
+MIXERS = ("qwen3_next", "kimi_linear", "mamba2", "mamba", "jamba", "lfm2", "minimax")
 # No layer tells these from models without experts but the auxiliary loss, which must not take the plan for a mask.
 NO_ATTENTION: dict[str, dict[str, Any]] = {
     "jamba": dict(attn_layer_period=9, attn_layer_offset=8, output_router_logits=True, router_aux_loss_coef=0.1),
@@ -60,13 +60,6 @@ def test_an_auxiliary_loss_of_models_without_attention(name: str) -> None:
     tiny.check(tiny.train(model, _form("position_ids", DOCUMENTS)), tiny.reference(model, DOCUMENTS))
 
 
-@pytest.mark.parametrize("name", ["llama, dynamic NTK", "mixtral, auxiliary loss", "qwen3_next"])
-@pytest.mark.parametrize(("lengths", "form"), [((3,), "position_ids"), ((2, 3), "position_ids"), ((2, 3), "right")])
-def test_fewer_tokens_than_ranks(name: str, lengths: tuple[int, ...], form: str) -> None:
-    documents, model = tiny.documents_of(lengths), tiny.model_of(name)
-    tiny.check(tiny.train(model, _form(form, documents), 6), tiny.reference(model, documents))
-
-
 @pytest.mark.parametrize("by", ["attention_mask", "cu_seq_lens_q"])
 def test_positions_that_skip_numbers(by: str) -> None:
     """As training for long contexts on short documents makes them."""
@@ -85,19 +78,11 @@ def _relaid(rank: int, mesh: Any, models: list[Any], batch: dict[str, Any]) -> A
     return tiny.step(model, hf.prepare(batch, model, plan))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "minimax", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "minimax"])
 def test_mixers_in_a_layout_of_their_own(name: str) -> None:
     model = tiny.model_of(name)
     results = run_ranks(3, _relaid, tiny.copies(model, 3), tiny.packed(DOCUMENTS))
     tiny.check(results, tiny.reference(model, DOCUMENTS))
-
-
-def test_gates_that_underflow() -> None:
-    """RecurrentGemma multiplies a state by 0; the logarithm of that has no gradient."""
-    model = tiny.model_of("recurrent_gemma")
-    with torch.no_grad():
-        model.model.layers[0].temporal_block.rg_lru.recurrent_param[::3] = 60.0
-    tiny.check(tiny.train(model, tiny.packed(DOCUMENTS)), tiny.reference(model, DOCUMENTS))
 
 
 # Frequencies that depend on the longest document of a batch: a document alone would get others.

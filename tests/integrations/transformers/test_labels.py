@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -84,6 +85,28 @@ def test_a_models_own_loss() -> None:
     tiny.check([(mean, gradients) for _, gradients in results], tiny.reference(model, DOCUMENTS))
 
 
+def test_heads_for_later_tokens() -> None:
+    """Multi-token prediction: labels are rolled once more inside documents, and the heads share the batch's plan."""
+    model, head = tiny.model_of("qwen3_next"), torch.randn(64, tiny.VOCAB, generator=torch.Generator().manual_seed(4))
+    alone, models = copy.deepcopy(model), tiny.copies(model, 3)
+    hidden = [alone(input_ids=d[None], output_hidden_states=True, use_cache=False).hidden_states[-1] for d in DOCUMENTS]
+    scores = torch.cat([h[0, :-2] @ head for h in hidden])
+    loss = functional.cross_entropy(scores, torch.cat([d[2:] for d in DOCUMENTS]))
+    loss.backward()
+
+    def on_rank(rank: int, mesh: Any) -> Any:
+        mine = hf.context_parallel(models[rank], mesh)
+        given = hf.prepare(BATCH, mine)
+        plan, offsets = given["spanwise_plan"].plan, [0, *itertools.accumulate(LENGTHS)]
+        labels = spanwise.roll(given["labels"], -1, plan, mesh, cu_seqlens=offsets, fill_value=-100)
+        states = mine(**given, output_hidden_states=True).hidden_states[-1].as_subclass(torch.Tensor)
+        value = spanwise.cross_entropy(states @ head, labels, mesh)
+        value.backward()
+        return value.item(), tiny.gradients(mine)
+
+    tiny.check(run_ranks(3, on_rank), (loss.item(), tiny.gradients(alone)))
+
+
 def _classifier(classes: int) -> Any:
     config = tiny.config_of("llama", num_labels=classes, classifier_dropout=0.0)
     torch.manual_seed(0)
@@ -114,8 +137,8 @@ def test_token_classification(reduce_loss: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_classes_of_few_tokens(dtype: torch.dtype) -> None:
-    """An added token has no label, and -100 is not of these types."""
-    ids, labels, model = torch.tensor([[5, 6]]), torch.tensor([[1, 0]], dtype=dtype), _classifier(2)
+    """-100 is not of these types."""
+    ids, labels, model = torch.tensor([[5, 6, 7]]), torch.tensor([[1, 0, 1]], dtype=dtype), _classifier(2)
     want = tiny.step(copy.deepcopy(model), {"input_ids": ids, "labels": labels.long()})
     tiny.check(tiny.train(model, {"input_ids": ids, "labels": labels}, 3), want)
 
@@ -171,9 +194,3 @@ def test_trees_count_each_label_once_and_are_verified() -> None:
 
     results = tiny.train(model, {"input_ids": ids[None], "labels": ids[None], "tree": found.tree}, act=verified)
     tiny.check(results, tiny.reference(model, [ids[path] for path in found.paths], labels=labels))
-
-
-def test_a_short_tree_on_many_ranks() -> None:
-    ids, model = torch.tensor([[5, 6, 7], [5, 6, 8]]), tiny.model_of("llama")
-    results = tiny.train(model, hf.share_prefixes({"input_ids": ids, "labels": ids}), 6)
-    tiny.check(results, tiny.reference(model, list(ids)))

@@ -29,9 +29,19 @@ def test_plans_price_states() -> None:
     (each,) = (hf.make_plan(BATCH, config, 2).recurrences or {}).values()
     assert (each.layers, each.heads, each.key_dim, each.value_dim, each.conv_width) == (2, 4, 8, 12, 4)
     assert hf.make_plan(BATCH, config, 2, recurrences=None).recurrences is None
-    for name in MIXERS:
-        assert hf.make_plan(BATCH, tiny.config_of(name), 2).recurrences is not None, name
-    assert hf.make_plan(BATCH, tiny.config_of("llama"), 2).recurrences is None
+    for name in (*MIXERS, "llama"):
+        priced = hf.make_plan(BATCH, tiny.config_of(name), 2).recurrences
+        assert (priced is not None) == (name not in ("minimax", "llama")), name
+
+
+def test_plans_price_latents() -> None:
+    """Beside the states of other layers, too."""
+    for name, row in (("deepseek_v3", 24), ("kimi_linear", 24), ("llama", None)):
+        plan = hf.make_plan(BATCH, tiny.config_of(name), 2, num_q_heads=4, head_dim=24, v_head_dim=16)
+        sent = plan.recv_tokens("full_attention") * 2 * (row or 4 * (24 + 16))
+        assert plan.kv_row_dim == row and (plan.recv_bytes("full_attention") == sent).all() and sent.any(), name
+    both = [tiny.config_of(name) for name in ("deepseek_v3", "llama")]
+    assert hf.make_plan(BATCH, both, 2).kv_row_dim is None
 
 
 def test_a_model_without_attention_is_cut_into_runs() -> None:

@@ -37,7 +37,7 @@ def _with_fsdp(rank: int, mesh: Any, name: str, batch: dict[str, Any], first: st
 
 @pytest.mark.parametrize("first", ["fsdp", "cp"])
 @pytest.mark.parametrize(
-    "name", ["gemma3", "qwen3_next", "deepseek_v3", pytest.param("mamba2", marks=pytest.mark.slow)]
+    "name", ["gemma3", "qwen3_next", "deepseek_v32", pytest.param("mamba2", marks=pytest.mark.slow)]
 )
 def test_fsdp(gloo_pool: GlooPool, name: str, first: str) -> None:
     documents = tiny.documents_of(LENGTHS)
@@ -157,7 +157,7 @@ def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentr
     ("name", "reentrant"),
     [
         pytest.param(name, reentrant, marks=[] if (i % 2 == 0) == reentrant else pytest.mark.slow)
-        for i, name in enumerate(["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "deepseek_v3"])
+        for i, name in enumerate(["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "hy_v4"])
         for reentrant in (True, False)
     ],
 )

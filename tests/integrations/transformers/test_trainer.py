@@ -2,81 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
-from tests.integrations.transformers import images, tiny
-from tests.integrations.transformers import trainer_runs as runs
+from tests.integrations.transformers import images, runs, tiny
+from tests.integrations.transformers.runs import EVALUATED, compare, run
 
-EVALUATED: dict[str, Any] = dict(
-    eval_count=7, eval_strategy="steps", eval_steps=3
-)  # 7 is odd: the last batch is not full
+pytestmark = pytest.mark.timeout(600)
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def squared_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss that is no sum of cross-entropies."""
+    valid = labels[:, 1:] != -100
+    total = (picked(outputs, labels).square() * valid).sum()
+    return total / (valid.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """A metric of labels and logits; logits at padding are not compared."""
+    valid = prediction.label_ids[:, 1:] != -100
+    hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+    scores = np.abs(prediction.predictions[prediction.label_ids != -100])
+    return {"accuracy": (hits & valid).sum() / valid.sum(), "scores": float(scores.sum())}
+
+
+# Each option at least once, with others beside it.
 RUNS: dict[str, dict[str, Any]] = {
-    "epochs, accumulated": dict(gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3),
-    "replicas, accumulated": dict(dp=2, gradient_accumulation_steps=3),
-    "replicas, a count each": dict(dp=2, average_tokens_across_devices=False),
-    "replicas, evaluated": dict(dp=2, **EVALUATED),
-    "four ranks": dict(cp=4),
+    "epochs, accumulated, sliding, checkpointed": dict(
+        gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3, model="gemma3", data_seed=9,
+        dataloader_drop_last=True, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+    ),
+    "replicas, a count each, experts": dict(
+        dp=2, average_tokens_across_devices=False, model="qwen3_moe, auxiliary loss",
+    ),
+    "replicas, accumulated, by length, states beside attention": dict(
+        dp=2, gradient_accumulation_steps=3, train_sampling_strategy="group_by_length", model="falcon_h1",
+    ),
+    "four ranks, reentrant checkpoints, gated delta rule": dict(
+        cp=4, model="qwen3_next", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True},
+    ),
     "one rank": dict(cp=1, **EVALUATED),
-    "label smoothing": dict(dp=2, label_smoothing_factor=0.1),
-    "own loss": dict(dp=2, more=dict(compute_loss_func=runs.squared_loss)),
-    "by length": dict(dp=2, train_sampling_strategy="group_by_length"),
-    "experts": dict(model="qwen3_moe, auxiliary loss"),
-    "sliding": dict(model="gemma3"),
-    "gated delta rule": dict(model="qwen3_next"),
-    "states beside attention": dict(dp=2, model="falcon_h1"),
-    "states alone": dict(model="mamba2", gradient_accumulation_steps=2),
-    "checkpointed": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}),
-    "checkpointed, reentrant": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}),
-    "FSDP": dict(shard=True, gradient_accumulation_steps=2),
-    "FSDP, replicas, evaluated": dict(dp=2, shard=True, **EVALUATED),
-    "stream": dict(dp=2, data=runs.streamed),
-    "collated by transformers": dict(dp=2, collator=runs.flattened),
-    "a token count without padding": dict(dp=2, include_num_input_tokens_seen="non_padding"),
-    "evaluated at the start, packed": dict(EVALUATED, eval_on_start=True, collator=runs.pack_without_first),
+    "replicas, label smoothing, a count without padding": dict(
+        dp=2, label_smoothing_factor=0.1, include_num_input_tokens_seen="non_padding",
+    ),
+    "replicas, own loss, split batches": dict(
+        dp=2, more=dict(compute_loss_func=squared_loss), accelerator_config={"split_batches": True},
+        per_device_train_batch_size=4,
+    ),
+    "FSDP, replicas, accumulated, evaluated": dict(dp=2, shard=True, gradient_accumulation_steps=2, **EVALUATED),
+    "stream, collated by transformers": dict(dp=2, data=runs.streamed, collator=runs.flattened),
+    "states alone, evaluated at the start, packed": dict(
+        EVALUATED, eval_on_start=True, collator=runs.pack_without_first, model="mamba2",
+    ),
     "evaluated in bfloat16": dict(EVALUATED, bf16_full_eval=True),
-    "split batches": dict(dp=2, accelerator_config={"split_batches": True}, per_device_train_batch_size=4),
     "bfloat16": dict(bf16=True, max_grad_norm=0.0, learning_rate=1e-4, close=5e-3),
-    "whole batches alone": dict(dataloader_drop_last=True, max_steps=-1, num_train_epochs=2, data_seed=9),
-}
-
-
-def start(pool: Any, ranks: int, made: Any, **options: Any) -> list[Any]:
-    """`runs.run` on ranks; the first one on a rank imports transformers, so that it has time."""
-    return pool.run(ranks, runs.run, made, **options)
-
-
-def compare(
-    pool: Any,
-    made: Any,
-    *names: str,
-    dp: int = 1,
-    cp: int = 2,
-    shard: bool = False,
-    close: float = 1e-5,
-    **options: Any,
-) -> list[Any]:
-    """Every rank under context parallelism against as many processes as there are cp groups."""
-    without: dict[str, Any] = {}
-    if options.get("data") is runs.streamed and made is runs.plain:
-        without = {"accelerator_config": {"dispatch_batches": False}}  # else accelerate cannot join the batches
-    axes: dict[str, Any] = dict(mesh_shape=(dp,), mesh_dim_names=("dp",))
-    want = start(pool, dp, made, cut=False, **axes, **options, **without)[0]
-    axes = dict(mesh_shape=(dp, cp), mesh_dim_names=("dp_shard", "cp"))
-    got = start(pool, dp * cp, made, **axes, **options, **(runs.FSDP if shard else {}))
-    for result in got:
-        assert result["sharded"] is shard
-        runs.check(result, want, *names, close=close)
-    return [*got, want]
+    **{f"images, {model}": dict(model=model, **(EVALUATED if model == "llava" else {})) for model in images.MODELS},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("steps", [7, pytest.param(20, marks=pytest.mark.slow)])
 def test_steps(gloo_pool: Any, steps: int) -> None:
     """Accumulated, evaluated, clipped, with a last batch that is not full."""
     options = dict(EVALUATED, gradient_accumulation_steps=2, max_steps=steps)
-    got = compare(gloo_pool, runs.plain, *runs.LOGGED, "eval_loss", **options)
+    got = compare(gloo_pool, runs.train, *runs.LOGGED, "eval_loss", **options)
     norms = [log["grad_norm"] for log in got[0]["logs"] if "grad_norm" in log]
     assert len(norms) == steps and min(norms) > 0.5  # all were clipped
 
@@ -85,26 +80,18 @@ def test_steps(gloo_pool: Any, steps: int) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_equal(gloo_pool: Any, name: str) -> None:
     names = (*runs.LOGGED, "eval_loss") if "eval_count" in RUNS[name] else runs.LOGGED
-    compare(gloo_pool, runs.plain, *names, **RUNS[name])
+    compare(gloo_pool, runs.train, *names, **RUNS[name])
 
 
 @pytest.mark.slow
-def test_other_axis_order(gloo_pool: Any) -> None:
-    """The cp groups are then ranks 0, 2 and 1, 3."""
-    options = dict(EVALUATED, more=dict(compute_metrics=runs.accuracy))
-    want = start(gloo_pool, 2, runs.plain, cut=False, **options)[0]
+def test_other_axis_order_predictions_and_metrics(gloo_pool: Any) -> None:
+    """The cp groups are ranks 0, 2 and 1, 3. Logits are whole, in the order of the batch, and NaN at padding."""
+    options = dict(EVALUATED, more=dict(compute_metrics=accuracy), predict=True)
+    want = gloo_pool.run(2, run, runs.train, cut=False, **options)[0]
     axes = dict(mesh_shape=(2, 2), mesh_dim_names=("cp", "dp_replicate"))
-    for result in start(gloo_pool, 4, runs.plain, **axes, **options):
-        runs.check(result, want, *runs.LOGGED, "eval_loss", "eval_accuracy")
-
-
-@pytest.mark.slow
-def test_predictions_and_metrics(gloo_pool: Any) -> None:
-    """Whole logits in the order of the batch; at padding they are NaN."""
-    options = dict(EVALUATED, dp=2, more=dict(compute_metrics=runs.accuracy), predict=True)
-    *got, want = compare(gloo_pool, runs.plain, *runs.LOGGED, "eval_loss", "eval_accuracy", "eval_scores", **options)
     valid = want["label_ids"] != -100
-    for result in got:
+    for result in gloo_pool.run(4, run, runs.train, **axes, **options):
+        runs.check(result, want, *runs.LOGGED, "eval_loss", "eval_accuracy", "eval_scores")
         np.testing.assert_array_equal(result["label_ids"], want["label_ids"])
         np.testing.assert_allclose(result["predictions"][valid], want["predictions"][valid], atol=1e-5)
         assert np.isnan(result["predictions"]).any() and not np.isnan(want["predictions"]).any()
@@ -117,8 +104,8 @@ def test_resumes(gloo_pool: Any, tmp_path: Any) -> None:
     Not under FSDP2: accelerate does not support it on the CPU, and what the tests put in its place cannot be saved.
     """
     options: dict[str, Any] = dict(max_steps=20, save_strategy="steps", save_steps=7, folder=str(tmp_path))
-    whole = start(gloo_pool, 2, runs.plain, **options)
-    again = start(gloo_pool, 2, runs.plain, resume=str(tmp_path / "checkpoint-7"), **options)
+    whole = gloo_pool.run(2, run, runs.train, **options)
+    again = gloo_pool.run(2, run, runs.train, resume=str(tmp_path / "checkpoint-7"), **options)
     for a, b in zip(again, whole, strict=True):
         assert len(a["logs"]) == len(b["logs"])
         runs.check(a | {"logs": a["logs"][7:20]}, b | {"logs": b["logs"][7:20]}, "loss", "grad_norm", close=1e-6)
@@ -127,43 +114,31 @@ def test_resumes(gloo_pool: Any, tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_first_tokens_do_not_count(gloo_pool: Any) -> None:
     """Labels of first tokens of documents are neither trained nor counted, whether the collator masks them or not."""
-    want = start(gloo_pool, 1, runs.plain, cut=False, collator=runs.pack_without_first)[0]
-    for result in start(gloo_pool, 2, runs.plain, collator=runs.pack):
+    want = gloo_pool.run(1, run, runs.train, cut=False, collator=runs.pack_without_first)[0]
+    for result in gloo_pool.run(2, run, runs.train, collator=runs.pack):
         runs.check(result, want, *runs.LOGGED)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", images.MODELS)
-def test_images(gloo_pool: Any, model: str) -> None:
-    more = EVALUATED if model == "llava" else {}
-    compare(gloo_pool, runs.with_images, *runs.LOGGED, *(["eval_loss"] if more else []), model=model, **more)
+def _tiny_llama() -> Any:
+    return runs.model_of("llama")
 
 
 @pytest.mark.slow
-def test_made_anew_for_each_run(gloo_pool: Any) -> None:
-    compare(gloo_pool, runs.made_twice, *runs.LOGGED)
-
-
-@pytest.mark.slow
-def test_stops_early(gloo_pool: Any, tmp_path: Any) -> None:
+def test_stops_early_with_a_model_made_by_the_trainer(gloo_pool: Any, tmp_path: Any) -> None:
     """Ranks stop at the same step and load the same checkpoint."""
+    from transformers import EarlyStoppingCallback
+
     options = dict(EVALUATED, eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
-    options |= dict(eval_count=5, max_steps=12, metric_for_best_model="loss", greater_is_better=True, stop=2)
-    *_, want = compare(gloo_pool, runs.plain, *runs.LOGGED, "eval_loss", dp=2, folder=str(tmp_path), **options)
+    options |= dict(eval_count=5, max_steps=12, metric_for_best_model="loss", greater_is_better=False)
+    options |= dict(learning_rate=20.0, max_grad_norm=5.0)  # so that it gets worse
+    more = dict(callbacks=[EarlyStoppingCallback(2)], model_init=_tiny_llama)
+    *_, want = compare(
+        gloo_pool, runs.train, *runs.LOGGED, "eval_loss", dp=2, folder=str(tmp_path), more=more, **options
+    )
     assert want["logs"][-1]["step"] < 12
 
 
-@pytest.mark.slow
-def test_metrics_of_inputs_and_of_batches(gloo_pool: Any) -> None:
-    options = dict(EVALUATED, include_for_metrics=["inputs", "loss"], eval_accumulation_steps=1)
-    compare(gloo_pool, runs.plain, "eval_ids", "eval_losses", **options, more=dict(compute_metrics=runs.of_inputs))
-    names = "eval_accuracy", "eval_count"
-    options = dict(EVALUATED, batch_eval_metrics=True)
-    compare(gloo_pool, runs.plain, *names, dp=2, **options, more=dict(compute_metrics=runs.Batched()))
-
-
 def sums(cls: Any) -> list[float]:
-    import torch
     from transformers import Trainer, TrainingArguments
 
     accelerator = cls(Trainer)(runs.model_of("llama"), args=runs.arguments(TrainingArguments)).accelerator
@@ -174,7 +149,125 @@ def sums(cls: Any) -> list[float]:
 @pytest.mark.slow
 def test_reductions_count_a_group_once(gloo_pool: Any) -> None:
     axes = dict(mesh_shape=(2, 2), mesh_dim_names=("dp_shard", "cp"))
-    assert start(gloo_pool, 4, sums, **axes) == [[3.0, 1.5, 2.0]] * 4
+    assert gloo_pool.run(4, run, sums, **axes) == [[3.0, 1.5, 2.0]] * 4
+
+
+# --- losses of users in padded batches: equal to plain ones, or refused where they read padding -----------------------
+
+
+def picked(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    scores = outputs.logits[:, :-1].float().log_softmax(-1)
+    return scores.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+
+
+def detached_weights(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Gradients do not flow through what is read at padding."""
+    weights = outputs.logits.detach().logsumexp(-1)[:, :-1].softmax(-1)
+    return -(picked(outputs, labels) * weights * (labels[:, 1:] != -100)).sum()
+
+
+def policy_gradient(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Its value is that of any outputs, its gradient not."""
+    return -(picked(outputs, labels) - picked(outputs, labels).detach()).exp().mean()
+
+
+def rectified(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Gradients flow at some of the outputs at padding, and on some ranks, only."""
+    return outputs.logits[:, -1, 0].relu().sum() + squares_of_tokens(outputs, labels)
+
+
+def squares_of_tokens(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs.logits.pow(2).mean(-1) * (labels != -100)).sum() / (labels != -100).sum()
+
+
+def many_of_tokens(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """By each way to leave padding out."""
+    valid = labels != -100
+    hidden = outputs.hidden_states[-1]
+    means = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+    selected = outputs.logits[valid].logsumexp(-1).mean()
+    filled = outputs.logits.logsumexp(-1).masked_fill(~valid, 0.0).mean()
+    chosen = torch.where(valid, hidden.norm(dim=-1), 0.0).mean()
+    ignored = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return means.norm(dim=-1).mean() + selected + filled + chosen + ignored
+
+
+def balance_of_experts(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    loss = load_balancing_loss_func(outputs.router_logits, 4, 2, labels != -100)
+    return squares_of_tokens(outputs, labels) + loss  # type: ignore[return-value]  # it takes other inputs, too
+
+
+READING: dict[str, Loss] = {
+    "squares": lambda outputs, labels: outputs.logits.pow(2).mean(),
+    "last token": lambda outputs, labels: outputs.logits[:, -1].logsumexp(-1).mean(),
+    "hidden states": lambda outputs, labels: outputs.hidden_states[1].mean(1).norm(dim=-1).sum(),
+    "detached weights": detached_weights,
+    "policy gradient": policy_gradient,
+    "rectified": rectified,
+}
+KEEPING: dict[str, tuple[Loss, dict[str, Any]]] = {
+    "many, replicas": (many_of_tokens, dict(dp=2, gradient_accumulation_steps=2)),
+    "derived, experts": (balance_of_experts, dict(derived=True, model="qwen3_moe, auxiliary loss")),
+    "no padding": (READING["squares"], dict(collator=runs.pack_without_first)),
+}
+
+
+def own(loss: Loss, base: Any) -> type[Any]:
+    """A trainer with a `compute_loss` of its own."""
+
+    class Own(base):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            inputs = dict(inputs)
+            labels = inputs.pop("labels")
+            outputs = model(**inputs, output_hidden_states=True)
+            value = loss(outputs, labels)
+            return (value, {"loss": value, "logits": outputs.logits}) if return_outputs else value
+
+    return Own
+
+
+def reads_padding(cls: Any) -> dict[str, str]:
+    """The errors of losses that read padding, in training and in evaluation."""
+    from transformers import Trainer, TrainingArguments
+
+    errors = {}
+    for name, loss in READING.items():
+        data = dict(train_dataset=runs.documents(4), eval_dataset=runs.documents(4), data_collator=runs.pad)
+        trainer = cls(own(loss, Trainer))(
+            runs.model_of("llama"), args=runs.arguments(TrainingArguments, max_steps=1), **data
+        )
+        for step in (trainer.evaluate, trainer.train):
+            try:
+                step()
+            except ValueError as error:
+                errors[f"{name}, {step.__name__}"] = str(error)
+    return errors
+
+
+def test_refuses_losses_that_read_padding(gloo_pool: Any) -> None:
+    first, second = gloo_pool.run(2, run, reads_padding)
+    assert first == second
+    missing = {f"{name}, {step}" for name in READING for step in ("train", "evaluate")} - set(first)
+    assert missing == {"policy gradient, evaluate"}  # its value is right
+    assert all("reads the model's outputs at padding" in text for text in first.values())
+
+
+def of_tokens(cls: Any, loss: str, derived: bool = False, **options: Any) -> Any:
+    """The loss in the base that `hf.trainer` gets, or in a class `derived` from its result."""
+    value = KEEPING[loss][0]
+    return runs.train(lambda base: own(value, cls(base)) if derived else cls(own(value, base)), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", KEEPING)
+def test_losses_that_leave_padding_out(gloo_pool: Any, loss: str) -> None:
+    options = EVALUATED | dict(more=dict(compute_metrics=accuracy), loss=loss) | KEEPING[loss][1]
+    compare(gloo_pool, of_tokens, *runs.LOGGED, "eval_loss", "eval_accuracy", "eval_scores", **options)
+
+
+# --- what is refused, and what stays as it is -------------------------------------------------------------------------
 
 
 def refusals(cls: Any) -> dict[str, str]:
@@ -204,8 +297,11 @@ def refusals(cls: Any) -> dict[str, str]:
         "prepared for another mesh or loss": hf.context_parallel(runs.model_of("llama"), mesh, reduce_loss=False),
     }
     steps = {
-        "attention dropout; set 0.1 to 0": dict(model="llama", config=dict(attention_dropout=0.1)),
+        "attention dropout; set 0.1 to 0": dict(config=dict(attention_dropout=0.1)),
         "different batches of equal lengths": dict(collator=runs.pad_at_random),
+        "2 labels are of first tokens of documents": dict(
+            collator=runs.pack, more=dict(compute_loss_func=squared_loss), gradient_accumulation_steps=2
+        ),
     }
 
     def error(act: Any, *args: Any, **options: Any) -> str:
@@ -216,11 +312,11 @@ def refusals(cls: Any) -> dict[str, str]:
     made = lambda model, **changes: cls(Trainer)(model, args=runs.arguments(TrainingArguments, **changes))  # noqa: E731
     errors = {name: error(made, runs.model_of("llama"), **changes) for name, changes in arguments.items()}
     errors |= {name: error(made, model) for name, model in models.items()}
-    return errors | {name: error(runs.plain, cls, **options) for name, options in steps.items()}
+    return errors | {name: error(runs.train, cls, **options) for name, options in steps.items()}
 
 
 def test_refuses_before_training(gloo_pool: Any) -> None:
-    errors = start(gloo_pool, 2, refusals)
+    errors = gloo_pool.run(2, run, refusals)
     assert errors[0] == errors[1] and all(name in text for name, text in errors[0].items()), errors[0]
 
 
@@ -233,26 +329,22 @@ def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
         __module__ = "trl.trainer.unknown_trainer"
 
     mesh: Any = None
-    with pytest.raises(ValueError, match=r"takes transformers.Trainer or a subclass, got <class 'int'>"):
-        hf.trainer(int, mesh)
-    with pytest.raises(ValueError, match="takes SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer .* got Unknown"):
-        hf.trainer(Unknown, mesh)
-    with pytest.raises(ValueError, match="Seq2SeqTrainer"):
-        hf.trainer(transformers.Seq2SeqTrainer, mesh)
-    with pytest.raises(ValueError, match="without a mesh, got ContextParallelTrainer"):
-        hf.trainer(hf.trainer(transformers.Trainer, mesh), mesh)
+    for base, text in (
+        (int, "got <class 'int'>"), (Unknown, "got Unknown"), (transformers.Seq2SeqTrainer, "Seq2SeqTrainer"),
+        (hf.trainer(transformers.Trainer, mesh), "without a mesh, got ContextParallelTrainer"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            hf.trainer(base, mesh)
     with pytest.raises(ValueError, match="define training_step of Derived in the base"):
         type("Derived", (hf.trainer(transformers.Trainer, mesh),), {"training_step": print})
-    with pytest.raises(ValueError, match=r"takes a mesh of 'cp' .*, got axes \('dp',\)"):
-        start(gloo_pool, 2, runs.plain, mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match=r"takes a mesh of 'cp' .*, got axes \('tp', 'cp'\)"):
-        start(gloo_pool, 2, runs.plain, mesh_shape=(2, 1), mesh_dim_names=("tp", "cp"))
+    for axes in (dict(mesh_dim_names=("dp",)), dict(mesh_shape=(2, 1), mesh_dim_names=("tp", "cp"))):
+        with pytest.raises(ValueError, match=r"takes a mesh of 'cp' .*, got axes \("):
+            gloo_pool.run(2, run, runs.train, **axes)
 
 
 def before_and_after(cls: Any) -> dict[str, Any]:
     """A run under context parallelism, then its model and another trainer without it."""
     import accelerate
-    import torch
     import transformers
 
     model, args = runs.model_of("llama"), runs.arguments(transformers.TrainingArguments, max_steps=2)
@@ -273,5 +365,5 @@ def before_and_after(cls: Any) -> dict[str, Any]:
 
 def test_leaves_classes_and_modules_alone(gloo_pool: Any) -> None:
     """The accelerator object alone changes its class; models keep hooks that are silent outside of the trainer."""
-    for result in start(gloo_pool, 2, before_and_after):
+    for result in gloo_pool.run(2, run, before_and_after):
         assert "spanwise" not in str(result["config"])

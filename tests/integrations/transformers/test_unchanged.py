@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ def _all_of(model: Any, folder: Path) -> dict[str, Any]:
     return dict(padded=padded, labelled=labelled, generated=generated, cached=cached, again=again)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "qwen3_next", "jamba", "lfm2"])
+_NAMES = ("gemma3", "gpt2", "qwen3_next", "jamba", "lfm2", "deepseek_v32")
+
+
+@pytest.mark.parametrize(("name", "attention"), [*product(_NAMES, ("sdpa", "eager")), ("hy_v4", "eager")])
 def test_without_a_plan(name: str, attention: str, tmp_path: Path) -> None:
     model = tiny.model_of(name, attention=attention)
     want = _all_of(copy.deepcopy(model), tmp_path / "before")

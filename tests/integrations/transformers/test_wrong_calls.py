@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[Call, str]] = {
     "rwkv": (meta("rwkv", hidden_size=64, num_hidden_layers=2, attention_hidden_size=64), "RwkvSelfAttention"),
     "inkling": (meta("inkling_text", **SMALL), "hybrid_sliding"),
     "bart": (meta("bart", d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
-    "xmod": (meta("xmod", **SMALL | dict(is_decoder=True)), "rule of its own"),
+    "xmod": (meta("xmod", **SMALL | dict(is_decoder=True)), "behind padding"),
     "deepseek_v4": (planned(BATCH, lambda: AutoConfig.for_model("deepseek_v4")), "compressed_sparse_attention"),
     "neomme": (planned(BATCH, lambda: AutoConfig.for_model("neomme")), "differ in sliding_window"),
     "perceiver": (planned(BATCH, lambda: AutoConfig.for_model("perceiver")), "layer_types nor num_hidden_layers"),
@@ -195,13 +195,8 @@ WRONG: dict[str, tuple[Call, str]] = {
     # arguments
     "mesh": (lambda mesh: hf.context_parallel(tiny.model_of("llama"), None), "mesh must be"),
     "a number as mesh": (lambda mesh: hf.context_parallel(tiny.model_of("llama"), 2), "got 2"),  # type: ignore[arg-type]
-    **{
-        str(options): (lambda mesh, o=options: hf.context_parallel(tiny.model_of("llama"), mesh, **o), text)
-        for options, text in (
-            (dict(loss_mesh=2), "loss_mesh"), (dict(exchange="fast"), "fast"), (dict(balancer="best"), "best"),
-            (dict(block_size=0), "block_size"),
-        )
-    },
+    "no loss mesh": (lambda mesh: hf.context_parallel(tiny.model_of("llama"), mesh, loss_mesh=2), "loss_mesh"),
+    "options": (lambda mesh: hf.context_parallel(tiny.model_of("llama"), mesh, exchange="fast")(**BATCH), "fast"),
     # batches
     "no tokens": (called({"labels": BATCH["labels"]}), "input_ids or inputs_embeds"),
     "padding in packs": (called(BATCH | dict(attention_mask=(torch.arange(64) > 0).long()[None])), "token 23 of row 0"),
@@ -237,7 +232,7 @@ WRONG: dict[str, tuple[Call, str]] = {
         "encoder_hidden_states",
     ),
     "labels of padding": (called(PADDED | {"labels": PADDED["input_ids"]}), "18 tokens of padding have labels"),
-    "positions from 0": (called(BATCH, "roberta", pad_token_id=1), "padding_idx"),
+    "RG-LRU": (attached(lambda: tiny.model_of("recurrent_gemma")), "not known to carry a state"),
     "qwen2_vl": (of_qwen2_vl, "pass position_ids"),
     "hunyuan_vl, offsets": (of_hunyuan("position_ids"), "pad the batch"),
     "hunyuan_vl, positions": (of_hunyuan("cu_seq_lens_q"), "pad the batch"),
@@ -264,7 +259,7 @@ WRONG: dict[str, tuple[Call, str]] = {
         "'chunked_attention' read up to 8",
     ),
     "fewer tokens": (
-        prepared(of_others((23, 40))), "63 tokens",
+        prepared(of_others((23, 40))), r"\(63, 1\) tokens",
     ),
     "other documents": (
         prepared(of_others((24, 40))), "start at",
@@ -326,6 +321,11 @@ def test_wrong(name: str) -> None:
     call, text = WRONG[name]
     with pytest.raises(ValueError, match=text):
         run_ranks(1, lambda rank, mesh: call(mesh))
+
+
+def test_fewer_tokens_than_ranks() -> None:
+    with pytest.raises(ValueError, match="a token on every rank"):
+        tiny.train("llama", {"input_ids": torch.tensor([[5, 6]])}, 3)
 
 
 def test_blocks_longer_than_the_batch() -> None:

@@ -1,21 +1,224 @@
-"""Random tiny models of transformers, batches of documents, and what training on one document at a time gives.
+"""Random tiny models of any type of transformers, batches of documents, and what one document at a time gives.
 
-transformers' own packed forward is no reference: some models attend across documents in it.
+transformers' packed forward is no reference: some models attend across documents in it.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spanwise.integrations import transformers as hf
-from tests.integrations.transformers.small import VOCAB, small_config
 from tests.ranks.harness import run_ranks
+
+VOCAB = 160
+IMAGE, VIDEO, START, END, AUDIO, OTHER = 150, 151, 152, 153, 154, 155  # tokens
+COMMON: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16)
+COMMON |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=512)
+COMMON |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, attention_dropout=0.0)
+
+
+def _each(values: dict[str, Any]) -> dict[str, Any]:
+    """The values by each word of their keys."""
+    return {name: value for names, value in values.items() for name in names.split()}
+
+
+# Values by the names of fields; a config takes those that it has. Those of models of text:
+_TEXT = _each(
+    {
+        "hidden_size n_embd d_model dim embedding_size word_embed_proj_dim": 64,
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers": 3,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads": 4,
+        "intermediate_size ffn_dim decoder_ffn_dim n_inner ffn_hidden_size": 96,
+        "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads": 4,
+        "num_experts_per_tok moe_topk moe_k num_key_value_heads linear_num_key_heads indexer_n_heads index_n_heads": 2,
+        "n_group topk_group first_k_dense_replace moe_layer_start_index encoder_layers indexer_kv_heads": 1,
+        "shared_expert_intermediate_size shared_intermediate_size moe_intermediate_size": 32,
+        "max_position_embeddings n_positions": 512,
+        "sliding_window attention_chunk_size indexer_head_dim indexer_budget index_head_dim": 16,
+        "kv_lora_rank qk_nope_head_dim v_head_dim head_dim kv_channels": 16,
+        "vocab_size vocab_size_per_layer_input": VOCAB,
+        "qk_rope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank linear_key_head_dim": 8,
+    }
+)
+_TEXT |= dict(q_lora_rank=24, index_topk=6, linear_value_head_dim=12, indexer_compress_ratio=4, num_kv_shared_layers=0)
+_TEXT |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, is_decoder=True)
+_ENCODER = _each(
+    {
+        "hidden_size embed_dim d_model encoder_hidden_size adapter_in_dim adapter_input_size": 32,
+        "intermediate_size mlp_dim encoder_ffn_dim base_channels vocab_size num_embeddings codebook_size": 32,
+        "num_hidden_layers depth num_layers resampler_depth encoder_layers num_attention_heads num_heads": 2,
+        "attention_heads num_key_value_heads resampler_n_heads encoder_attention_heads": 2,
+        "out_hidden_size projection_dim text_hidden_size projection_hidden_dim adapter_out_dim output_dim": 64,
+        "projection_intermediate_size vision_output_dim": 64,
+        "head_dim resampler_head_dim num_position_embeddings": 16,
+        "image_size window_size": 28,
+        "num_query_tokens resampler_n_latents": 4,
+    }
+)
+_ENCODER |= dict(patch_size=14, output_channels=8, initializer_range=0.1)
+_ENCODER |= dict(deepstack_visual_indexes=[0, 1], global_attn_indexes=[0])
+_WHOLE = _each(
+    {
+        "projection_dim hidden_size projector_hidden_size out_hidden_size alignment_intermediate_size": 64,
+        "mm_tokens_per_image image_seq_length num_query_tokens latent_query_num": 4,
+        "projection_hidden_size vision_hidden_size": 32,
+    }
+)
+_WHOLE |= dict(vocab_size=VOCAB, image_size=28, patch_size=14)
+_SECTIONS = {"mrope_section": [2, 2, 4]}  # of half a head
+_WORDS = {f"<|visual token {i:06d}|>": 100 + i for i in range(32)} | {"<image>": IMAGE, "<|extra_200|>": OTHER}
+_LETTERS = {f"IMGIMG{'ABCD'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 100 + i for i in range(32)} | {"<image>": IMAGE}
+_VQ = dict(channel_multiplier=[1] * 4, attn_resolutions=[3], num_res_blocks=1, embed_dim=4, latent_channels=4)
+_ZAMBA = dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, attention_head_dim=32)
+_CROPS = dict(image_grid_pinpoints=[[28, 56], [56, 28]])
+_IDS = dict(image_token_id=IMAGE, video_token_id=VIDEO)
+# Values that depend on each other, by the types of the configs that have them.
+_MORE: dict[str, dict[str, Any]] = _each(
+    {
+        "mamba2": dict(num_heads=8, n_groups=2, state_size=8),
+        "zamba": _ZAMBA | dict(num_key_value_heads=4),
+        "zamba2": _ZAMBA | dict(mamba_headdim=16, mamba_d_state=8, num_key_value_heads=4, num_query_groups=4),
+        "lfm2 lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"]),
+        "bamba": dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8),
+        "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention", "linear_attention"]),
+        "zaya": dict(num_experts_per_tok=1),
+        "dots1": dict(n_shared_experts=1, n_routed_experts=4),
+        "longcat_flash": dict(num_layers=2, num_hidden_layers=4, head_dim=8)
+        | dict(expert_ffn_hidden_size=32, zero_expert_num=2),
+        "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0))
+        | dict(ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)),
+        "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
+        "reformer": dict(axial_pos_shape=[8, 64], axial_pos_embds_dim=[16, 48], attn_layers=["local", "lsh"]),
+        "xmod": dict(default_language="en_XX"),
+        "blt": dict(encoder_hash_byte_group_vocab=64),
+        "cohere_compass_text": dict(
+            rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4} | _SECTIONS}
+        ),
+        "glm5_next_text": dict(index_topk=16, qk_rope_head_dim=0, head_dim=0, linear_head_dim=8, linear_num_heads=2),
+        "step3p5": dict(sliding_window=16, share_expert_dim=32, num_hidden_layers=4)
+        | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+        "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+        "gemma4_text": dict(use_bidirectional_attention="vision"),
+        "unlimited_ocr_text": dict(num_key_value_heads=4),
+        "deepseek_ocr2_text": dict(num_key_value_heads=4, mlp_layer_types=["dense", "sparse", "sparse"]),
+        "mllama_text_model": dict(cross_attention_layers=[1]),
+        "kosmos_2_text_model kosmos_2_5_text_model": dict(embed_dim=64, layers=2, ffn_dim=64, attention_heads=4),
+        # Models with images, and their encoders.
+        "paligemma": dict(text_config=COMMON | dict(model_type="gemma2", query_pre_attn_scalar=16, sliding_window=6)),
+        "aria": dict(projector_patch_to_query_dict={4: 4}),
+        "blip-2 instructblip": dict(image_token_index=IMAGE),
+        "instructblipvideo": dict(video_token_index=IMAGE),
+        "chameleon": dict(vocabulary_map=_LETTERS),
+        "chameleon_vqgan": _VQ | dict(attn_resolutions=None, resolution=32),
+        "emu3": dict(vocabulary_map=_WORDS),
+        "emu3_vqgan": _VQ,
+        "clip_vision_model qwen2_vl_vision": dict(hidden_size=64),
+        "sam_vision_model": dict(image_size=56),
+        "qwen2_5_omni_thinker qwen3_omni_moe_thinker": dict(vision_start_token_id=START),
+        "gemma4_vision": dict(patch_size=4, pooling_kernel_size=2, position_embedding_size=16),
+        "gemma4_unified_vision": dict(patch_size=4, pooling_kernel_size=2, mm_posemb_size=16)
+        | dict(mm_embed_dim=64, output_proj_dims=64),
+        "llama4_vision_model": dict(image_size=56, intermediate_size=128)
+        | dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32),
+        "llava_next llava_next_video llava_onevision": _CROPS,
+        "granite4_vision": _CROPS
+        | dict(spatial_target_layers=[0, 1], downsample_rate="1/2")
+        | dict(deepstack_layer_map=[[-1, 0], [-2, 1]]),
+        "granite_docling_vision": dict(scale_factor=2),
+        "minicpm_ocr minicpmv4_6": _IDS | dict(insert_layer_id=0),
+        "minicpmv4_7": _IDS
+        | dict(insert_layer_id=0, image_start_id=START, image_end_id=END)
+        | dict(slice_start_id=156, slice_end_id=157),
+        "minicpm_ocr_vision minicpmv4_6_vision minicpmv4_7_vision": dict(insert_layer_id=0, image_size=56),
+        "muse_glimmer muse_spark": dict(out_hidden_size=128),
+        "muse_spark_audio": dict(num_hidden_layers=4, hidden_sizes=[8] * 4),
+        "unlimited_ocr_sam_vision_model deepseek_ocr2_sam_vision_model": dict(image_size=128, patch_size=16)
+        | dict(window_size=4, downsample_channels=[16, 32]),
+        "inkling_vision": dict(patch_size=4, num_hidden_layers=5),
+        "dots3_note_vision_encoder": dict(mlp_layer_types=["dense", "dense"]),
+        "molmo2_vision": dict(image_size=[28, 28], num_position_embeddings=4),
+        "molmo2_adapter": dict(vision_feature_layer=[0, 1]),
+        "nemotron_h_omni": _IDS | dict(projector_hidden_size=32),
+        "radio": dict(video_temporal_patch_size=2, image_size=56, max_img_size=56),
+        "mllama_vision_model": dict(max_num_tiles=1, supported_aspect_ratios=[[1, 1]])
+        | dict(intermediate_layers_indices=[0], num_global_layers=1),
+        "vipllava": dict(vision_feature_layers=[-1, -2]),
+    }
+)
+_ENCODERS = {"gemma4": "gemma4_vision", "gemma4_unified": "gemma4_unified_vision"}  # that configs have on demand
+_OFTEN_NONE = ("head_dim", "num_key_value_heads", "num_experts", "num_experts_per_tok", "n_group", "topk_group")
+_OFTEN_NONE += ("q_lora_rank", *(name for name in _TEXT if name.startswith("indexer")))
+_NO_DROPOUT = ("drop", "jitter")  # parts of names of probabilities that are set to 0
+
+
+def small_config(kind: str, **changes: Any) -> Any:
+    """A small config of a model type, with those of its text model, which has the `changes`, and encoders."""
+    config = CONFIG_MAPPING[kind]()
+    if kind in _ENCODERS:
+        config.vision_config = CONFIG_MAPPING[_ENCODERS[kind]]()
+    return _small(config, config.decoder if kind.startswith("musicgen") else config.get_text_config(), changes)
+
+
+def _small(config: Any, text: Any, changes: dict[str, Any]) -> Any:
+    """`config` made small; `text` is that of the text model."""
+    sizes = _TEXT if config is text else _WHOLE if config.sub_configs else _ENCODER
+    defaults, values = config.to_dict(), {}
+    for name in (field.name for field in dataclasses.fields(config)):
+        value, token = defaults.get(name), _token(name)
+        fits = isinstance(sizes.get(name), list) or not isinstance(value, (list, tuple, dict))  # no number for several
+        if name in config.sub_configs:
+            part = getattr(config, name)
+            if part is not None:
+                values[name] = _small(part, part if name == "text_config" else text, changes)
+        elif any(part in name for part in _NO_DROPOUT) and isinstance(value, float):
+            values[name] = 0.0
+        elif config.sub_configs and token is not None and value is not None:
+            values[name] = token
+        elif name == "layer_types" and value and sizes is _ENCODER:
+            values[name] = value[:2]
+        elif name in sizes and fits and (value is not None or name in _OFTEN_NONE):
+            values[name] = sizes[name]
+    if config is not text:
+        return type(config)(**values | _MORE.get(config.model_type, {}))
+    if "qk_rope_head_dim" in values:  # multi-head latent attention
+        values.pop("head_dim", None)
+        values["num_key_value_heads"] = 4
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or []))
+    if kinds:  # each kind of layer
+        layers = max(3, len(kinds))
+        values["layer_types"] = (kinds * layers)[:layers]
+        values |= {name: layers for name in ("num_hidden_layers", "n_layer", "num_layers") if name in values}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "default" and "qk_rope_head_dim" not in values:  # positions of images
+        values["rope_parameters"] = rope | {n: 1.0 for n in rope if n == "partial_rotary_factor"} | _SECTIONS
+    values |= _MORE.get(config.model_type, {}) | changes
+    try:
+        return type(config)(**values)
+    except Exception:  # its layers follow another rule
+        values.pop("layer_types", None)
+        return type(config)(**values)
+
+
+def _token(name: str) -> int | None:
+    """The token that a field of this name tells; None for other fields."""
+    if not name.endswith(("token_id", "token_index", "_start_id", "_end_id", "newline_id", "_patch_id")):
+        return None
+    beginnings = {("image_token", "image_patch"): IMAGE, ("video_token",): VIDEO, ("pad_", "bos_", "eos_"): None}
+    for beginning, token in beginnings.items():
+        if name.startswith(beginning):
+            return token
+    if "audio" in name or name.startswith(("boa", "eoa")):
+        return AUDIO
+    return START if "start" in name or name.startswith("bo") else END if "end" in name or name[:2] == "eo" else OTHER
+
 
 Documents = list[torch.Tensor]
 
@@ -48,7 +251,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("falcon_h1", dict(mamba_d_ssm=128, **_MAMBA2)),
     "granitemoehybrid": ("granitemoehybrid", dict(shared_intermediate_size=32, **_MAMBA2)),
     "jamba": ("jamba", dict(attn_layer_period=2, attn_layer_offset=1, num_hidden_layers=2, mamba_d_state=4)),
-    "recurrent_gemma": ("recurrent_gemma", dict(attention_window_size=16)),
 }  # fmt: skip
 
 

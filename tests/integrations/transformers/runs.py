@@ -1,4 +1,4 @@
-"""Runs of trainers on ranks of the gloo pool, under context parallelism or without: what they log, and their weights.
+"""Runs of trainers of transformers and trl on ranks of the gloo pool: what they log, and their weights.
 
 accelerate keeps its view of the processes in module state; each run starts from none of it.
 """
@@ -13,21 +13,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.integrations.transformers import images, tiny
 
 WORDS = 96  # of the tokenizer, below the vocabulary of the models
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen", "total_flos", "train_loss")
+# 7 is odd: the last batch is not full.
+EVALUATED: dict[str, Any] = dict(eval_count=7, eval_strategy="steps", eval_steps=3)
+_FSDP_CONFIG = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 FSDP: dict[str, Any] = dict(
-    fsdp=True,
-    fsdp_config={
-        "version": 2,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": "FULL_STATE_DICT",
-    },
+    fsdp=True, fsdp_config=_FSDP_CONFIG | {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 )
 
 
@@ -43,6 +39,30 @@ def run(rank: int, mesh: Any, made: Callable[..., Any], cut: bool = True, **opti
         return made(cls, **options)
 
 
+def compare(
+    pool: Any,
+    made: Any,
+    *names: str,
+    dp: int = 1,
+    cp: int = 2,
+    shard: bool = False,
+    close: float = 1e-5,
+    **options: Any,
+) -> list[Any]:
+    """Every rank under context parallelism against as many processes as there are cp groups."""
+    without: dict[str, Any] = {}
+    if options.get("data") is streamed and "kind" not in options:
+        without = {"accelerator_config": {"dispatch_batches": False}}  # else accelerate cannot join the batches
+    axes: dict[str, Any] = dict(mesh_shape=(dp,), mesh_dim_names=("dp",))
+    want = pool.run(dp, run, made, cut=False, **axes, **options, **without)[0]
+    axes = dict(mesh_shape=(dp, cp), mesh_dim_names=("dp_shard", "cp"))
+    got = pool.run(dp * cp, run, made, **axes, **options, **(FSDP if shard else {}))
+    for result in got:
+        assert result["sharded"] is shard
+        check(result, want, *names, close=close)
+    return [*got, want]
+
+
 @contextlib.contextmanager
 def fresh_process(rank: int, world: int) -> Iterator[None]:
     """Without what an earlier run left in accelerate, with torchrun's variables, and silent."""
@@ -52,8 +72,9 @@ def fresh_process(rank: int, world: int) -> Iterator[None]:
     names |= {"OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1, "HF_HUB_DISABLE_TELEMETRY": 1}
     before = dict(os.environ)
     os.environ.update({name: str(x) for name, x in names.items()})
+    silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     try:
-        with warnings.catch_warnings(), _silent():
+        with warnings.catch_warnings(), silent[0], silent[1]:
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -81,17 +102,13 @@ def sharded(base: Any) -> Any:
     return Sharded
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
 # --- data and models ----------------------------------------------------------------------------------------------
 
 
 def model_of(name: str, lora: str = "", **changes: Any) -> Any:
     """A tiny model; with adapters, if they are "given" to the trainer."""
+    if name in images.MODELS:
+        return images.model_of(name)
     model = tiny.model_of(name, **changes)
     if lora != "given":
         return model
@@ -126,6 +143,49 @@ def streamed(count: int) -> Any:
     return documents(count).to_iterable_dataset()
 
 
+def with_images(count: int, seed: int = 0) -> Any:
+    """Documents of which two of three hold an image."""
+    import datasets
+
+    lengths = torch.randint(14, 40, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids = images.documents_of(tuple(lengths), tuple(index % 3 != 1 for index in range(count)))
+    return datasets.Dataset.from_list([{"input_ids": x.tolist()} for x in ids])
+
+
+def preferences(count: int, seed: int = 3) -> Any:
+    """Prompts with a chosen and a rejected answer, as words of `tokenizer`."""
+    import datasets
+
+    draw = torch.Generator().manual_seed(seed)
+
+    def words(low: int, high: int) -> str:
+        length = int(torch.randint(low, high, (), generator=draw))
+        return " ".join(map(str, torch.randint(3, WORDS, (length,), generator=draw).tolist()))
+
+    rows = [dict(prompt=words(3, 9), chosen=" " + words(4, 20), rejected=" " + words(4, 20)) for _ in range(count)]
+    return datasets.Dataset.from_list(rows)
+
+
+def prompts(count: int, seed: int = 3) -> Any:
+    return preferences(count, seed).select_columns(["prompt"])
+
+
+def completions(count: int) -> Any:
+    """Prompts and completions, of which completions are trained."""
+    return preferences(count).rename_column("chosen", "completion").remove_columns("rejected")
+
+
+def conversations(count: int) -> Any:
+    """Messages, of which the assistant's are trained."""
+    import datasets
+
+    def messages(row: dict[str, str]) -> list[dict[str, str]]:
+        turns = [("user", row["prompt"]), ("assistant", row["chosen"]), ("user", "5 6"), ("assistant", row["rejected"])]
+        return [{"role": role, "content": text.strip()} for role, text in turns]
+
+    return datasets.Dataset.from_list([{"messages": messages(row)} for row in preferences(count)])
+
+
 _CHAT = (
     "{% for m in messages %}{% if m.role == 'user' %}3 {{ m.content }} {% else %}4 {% generation %}{{ m.content }} "
     "</s> {% endgeneration %}{% endif %}{% endfor %}"
@@ -157,12 +217,10 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def pack(rows: list[dict[str, Any]], first: bool = True) -> dict[str, torch.Tensor]:
     """A batch of one row; `first` tokens of documents have a label, which no token of theirs predicts."""
-    positions = [torch.arange(len(row["input_ids"])) for row in rows]
-    labels = [torch.tensor(row["input_ids"]) for row in rows]
-    if not first:
-        labels = [x.index_fill(0, torch.tensor([0]), -100) for x in labels]
     ids = [torch.tensor(row["input_ids"]) for row in rows]
-    return {n: torch.cat(x)[None] for n, x in (("input_ids", ids), ("labels", labels), ("position_ids", positions))}
+    labels = ids if first else [x.index_fill(0, torch.tensor([0]), -100) for x in ids]
+    given = {"input_ids": ids, "labels": labels, "position_ids": [torch.arange(len(x)) for x in ids]}
+    return {name: torch.cat(x)[None] for name, x in given.items()}
 
 
 def pack_without_first(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -183,41 +241,49 @@ def flattened(rows: list[dict[str, Any]]) -> Any:
     return DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
 
 
-def squared_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss that is no sum of cross-entropies."""
-    scores = outputs.logits[:, :-1].float().log_softmax(-1)
-    picked = scores.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
-    valid = labels[:, 1:] != -100
-    return (picked.square() * valid).sum() / (valid.sum() if num_items_in_batch is None else num_items_in_batch)
+def collator_of(model: str) -> Any:
+    """A collator of `with_images`."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = pad([row | {"labels": row["input_ids"]} for row in rows])
+        held = sum(images.holds_image(torch.tensor(row["input_ids"])) for row in rows)
+        pixels = images.pixels_of(model, held, seed=len(rows[0]["input_ids"])) if held else {}
+        return batch | images.marks_of(model, batch["input_ids"]) | pixels
+
+    return collate
 
 
-def accuracy(prediction: Any) -> dict[str, float]:
-    """A metric of labels and logits; logits at padding are not compared."""
-    valid = prediction.label_ids[:, 1:] != -100
-    hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
-    scores = np.abs(prediction.predictions[prediction.label_ids != -100])
-    return {"accuracy": (hits & valid).sum() / valid.sum(), "scores": float(scores.sum())}
+def behind_images(model: str) -> Any:
+    """A collator of `preferences` that puts an image in front of each prompt."""
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    collate = DataCollatorForPreference(pad_token_id=0)
+
+    def collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = collate(rows)
+        front = images.documents_of((7 + images.TOKENS,), (True,))[0][5:].expand(2 * len(rows), -1)
+        for key, x in (("input_ids", front), ("attention_mask", front > 0), ("completion_mask", front < 0)):
+            batch[key] = torch.cat([x.to(batch[key]), batch[key]], dim=1)
+        return batch | images.marks_of(model, batch["input_ids"]) | images.pixels_of(model, 2 * len(rows))
+
+    return collator
 
 
-def of_inputs(prediction: Any) -> dict[str, float]:
-    """Metrics of the inputs and the losses of batches."""
-    return {"ids": float((prediction.inputs > 0).sum()), "losses": float(prediction.losses.sum())}
+def digits(completions: list[Any], **_: Any) -> list[float]:
+    """A reward."""
+    return [sum(map(int, [w for w in c.split() if w.isdigit()])) / 100 for c in completions]
 
 
-class Batched:
-    """`accuracy`, batch by batch."""
-
-    def __init__(self) -> None:
-        self.hits = self.count = 0
-
-    def __call__(self, prediction: Any, compute_result: bool) -> dict[str, float]:
-        valid = prediction.label_ids[:, 1:] != -100
-        hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
-        self.hits, self.count = self.hits + int((hits & valid).sum()), self.count + int(valid.sum())
-        result = {"accuracy": self.hits / self.count, "count": float(self.count)}
-        if compute_result:
-            self.hits = self.count = 0
-        return result
+def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that depend on prompt and step alone."""
+    first = trainer.accelerator.process_index * len(prompts)
+    completions = []
+    for index in range(first, first + len(prompts)):
+        draw = torch.Generator().manual_seed(trainer._step * 1000 + index)
+        length = int(torch.randint(2, 12, (), generator=draw))
+        completions.append(torch.randint(3, WORDS, (length,), generator=draw).tolist())
+    ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[0.0] * len(c) for c in completions]}
 
 
 # --- trainers -------------------------------------------------------------------------------------------------------
@@ -226,49 +292,70 @@ class Batched:
 def arguments(kind: Any, **changes: Any) -> Any:
     given: dict[str, Any] = dict(
         output_dir=changes.pop("folder", None) or tempfile.mkdtemp(prefix="trainer-"),
-        use_cpu=True,
-        max_steps=6,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
         optim="sgd",  # its steps show the scale of gradients, and do not blow up rounding of small ones as Adam's
-        learning_rate=0.2,
-        max_grad_norm=0.5,
-        weight_decay=0.01,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        bf16=False,
-        include_num_input_tokens_seen="all",
-        dataloader_pin_memory=False,
-        seed=3,
-    )
+        use_cpu=True, max_steps=6, per_device_train_batch_size=2, per_device_eval_batch_size=2, learning_rate=0.2,
+        max_grad_norm=0.5, weight_decay=0.01, logging_steps=1, save_strategy="no", report_to="none", bf16=False,
+        include_num_input_tokens_seen="all", dataloader_pin_memory=False, seed=3,
+    )  # fmt: skip
     return kind(**given | changes)
 
 
-def plain(
+def train(
     cls: Any,
+    kind: str = "",
     model: str = "llama",
-    data: Any = documents,
-    collator: Any = pad,
+    lora: str = "",
+    data: Any = None,
+    collator: Any = None,
     eval_count: int = 0,
+    saved: str | None = None,
     resume: str | None = None,
     predict: bool = False,
-    stop: int = 0,
     more: Any = None,
     config: Any = None,
     **changes: Any,
 ) -> Any:
-    """`transformers.Trainer` on documents; after `stop` evaluations that are no better it stops."""
+    """`transformers.Trainer`, or trl's trainer of a `kind`: "SFT", "DPO", "KTO" or "GRPO"."""
     import transformers
 
-    trainer = cls(transformers.Trainer)(
-        model_of(model, **(config or {})),
-        args=arguments(transformers.TrainingArguments, **changes),
-        train_dataset=data(22),
-        eval_dataset=documents(eval_count, seed=5) if eval_count else None,
-        data_collator=collator,
-        callbacks=[transformers.EarlyStoppingCallback(stop)] if stop else None,
-        **(more or {}),
+    more, of_images = dict(more or {}), model in images.MODELS
+    if kind:
+        import trl
+
+        base, arguments_of = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+        more |= {"processing_class": tokenizer(), "peft_config": adapter() if lora == "made" else None}
+    else:
+        base, arguments_of = transformers.Trainer, transformers.TrainingArguments
+    of_documents = with_images if of_images else documents
+    evaluated, whole = of_documents, saved if kind == "GRPO" else None  # a name, and the trainer loads the model
+    if kind in ("DPO", "KTO"):
+        evaluated = preferences
+        changes = {"max_length": 64} | changes
+        more |= {"ref_model": None if lora else model_of(model, **({} if of_images else {"seed": 1}))}
+        more |= {"data_collator": behind_images(model)} if of_images else {}
+    elif kind == "GRPO":
+        evaluated = prompts
+        changes = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=12) | changes
+        more |= {"reward_funcs": digits, "rollout_func": None if changes.pop("sampled", False) else rollouts}
+    elif kind == "SFT":
+        changes = {"max_length": 64} | changes
+        more |= {"data_collator": collator_of(model)} if of_images else {}
+        changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}} if of_images else {}
+    else:
+        more |= {"data_collator": collator or (collator_of(model) if of_images else pad)}
+    if of_images:
+        changes |= {"remove_unused_columns": False} | ({"ddp_find_unused_parameters": True} if kind else {})
+    if saved and not whole:
+        import datasets
+
+        more["train_dataset"] = datasets.load_from_disk(saved)
+    if "model_init" not in more:
+        more["model"] = whole or model_of(model, lora, **(config or {}))
+    count = 12 if of_images and kind != "DPO" else 22
+    trainer = cls(base)(
+        args=arguments(arguments_of, **changes),
+        eval_dataset=evaluated(eval_count, seed=5) if eval_count else None,
+        **{"train_dataset": (data or evaluated)(count)} | more,
     )
     trainer.train(resume_from_checkpoint=resume)
     result = result_of(trainer)
@@ -276,57 +363,6 @@ def plain(
         out = trainer.predict(documents(5, seed=6))
         result |= {"predictions": out.predictions, "label_ids": out.label_ids}
     return result
-
-
-def with_images(cls: Any, model: str, eval_count: int = 0, trl: bool = False, **changes: Any) -> Any:
-    """`transformers.Trainer`, or trl's `SFTTrainer`, on documents of which some hold an image."""
-    import datasets
-    import transformers
-
-    def data(count: int, seed: int) -> list[dict[str, Any]]:
-        lengths = torch.randint(14, 40, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-        ids = images.documents_of(tuple(lengths), tuple(index % 3 != 1 for index in range(count)))
-        return [{"input_ids": x.tolist()} for x in ids]
-
-    def collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = pad([row | {"labels": row["input_ids"]} for row in rows])
-        held = sum(images.holds_image(torch.tensor(row["input_ids"])) for row in rows)
-        marks = images.marks_of(model, batch["input_ids"])
-        return batch | marks | (images.pixels_of(model, held, seed=len(rows[0]["input_ids"])) if held else {})
-
-    base, kind, more = transformers.Trainer, transformers.TrainingArguments, {}
-    if trl:
-        from trl import SFTConfig, SFTTrainer
-
-        base, kind, more = SFTTrainer, SFTConfig, {"processing_class": tokenizer()}
-        changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "ddp_find_unused_parameters": True}
-    trainer = cls(base)(
-        images.model_of(model),
-        args=arguments(kind, remove_unused_columns=False, **changes),
-        train_dataset=datasets.Dataset.from_list(data(12, 0)),
-        eval_dataset=datasets.Dataset.from_list(data(eval_count, 5)) if eval_count else None,
-        data_collator=collator,
-        **more,
-    )
-    trainer.train()
-    return result_of(trainer)
-
-
-def made_twice(cls: Any, **changes: Any) -> Any:
-    """A trainer that makes its model, trained two times."""
-    import transformers
-
-    trainer = cls(transformers.Trainer)(
-        args=arguments(transformers.TrainingArguments, **changes),
-        model_init=lambda: model_of("llama"),
-        train_dataset=documents(22),
-        data_collator=pad,
-    )
-    trainer.train()
-    logs = list(trainer.state.log_history)
-    trainer.train()
-    result = result_of(trainer)
-    return result | {"logs": logs + result["logs"]}
 
 
 def result_of(trainer: Any) -> dict[str, Any]:
@@ -339,9 +375,6 @@ def result_of(trainer: Any) -> dict[str, Any]:
     }
     sharded = any(isinstance(p, DTensor) for p in parameters.values())  # the root's are whole after an evaluation
     return {"logs": trainer.state.log_history, "weights": weights, "sharded": sharded}
-
-
-# --- comparison -----------------------------------------------------------------------------------------------------
 
 
 def check(got: dict[str, Any], want: dict[str, Any], *names: str, close: float = 1e-5) -> None:
