@@ -213,36 +213,6 @@ def test_keys_whose_documents_only_their_offsets_tell() -> None:
 # ---------------------------------------------------------------- the loss
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batches"), [(1, 2), (2, 1), (4, 2)])
-def test_loss_is_the_mean_over_all_valid_tokens(num_ranks: int, micro_batches: int) -> None:
-    """Averaging parameter gradients over ranks, as FSDP2 does, gives one device's gradient."""
-    plan = plan_of("documents", num_ranks)
-    hidden = torch.randn(micro_batches, 2, LENGTH, 6, dtype=torch.float64)
-    labels = torch.randint(0, 11, (micro_batches, 2, LENGTH))
-    labels[torch.rand(labels.shape) < 0.4] = -100
-    labels[:, :, plan.layout.indices(0)] = -100  # a rank without a valid token
-    if num_ranks == 1:
-        labels[:, 0, 5] = 3
-    weight = torch.randn(11, 6, dtype=torch.float64)
-    reference = weight.clone().requires_grad_()
-    expected = F.cross_entropy((hidden @ reference.T).flatten(0, -2), labels.flatten())
-    expected.backward()
-    num_valid = int((labels != -100).sum()) if micro_batches > 1 else None
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[float, torch.Tensor]:
-        local, total = weight.clone().requires_grad_(), 0.0
-        for x, y in zip(hidden, labels, strict=True):
-            logits = spanwise.shard(plan, mesh, x) @ local.T
-            loss = spanwise.cross_entropy(logits, spanwise.shard(plan, mesh, y), mesh, num_valid=num_valid)
-            loss.backward()
-            total += loss.item()
-        return total, local.grad
-
-    results = run_ranks(num_ranks, on_rank)
-    assert all(total == pytest.approx(expected.item(), rel=1e-12) for total, _ in results)
-    torch.testing.assert_close(sum(grad for _, grad in results) / num_ranks, reference.grad, rtol=1e-12, atol=1e-12)
-
-
 def test_loss_without_any_valid_token_is_zero() -> None:
     def on_rank(rank: int, mesh: DeviceMesh) -> tuple[float, float]:
         logits = torch.ones(1, 3, 5, requires_grad=True)

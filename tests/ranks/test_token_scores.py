@@ -33,7 +33,8 @@ def own(x: torch.Tensor, rows: list[int], rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "reduction", "softcap"), covering([1, 2, 3, 4], ["mean", "sum", "none"], [None, 2.0])
+    ("num_ranks", "reduction", "softcap"),
+    covering([1, 2, 3, 4], ["mean", "sum", "none", "logits", "micro-batches"], [None, 2.0]),
 )
 def test_the_loss_and_all_gradients_are_those_of_one_device(num_ranks: int, reduction: Any, softcap: float) -> None:
     plan = spanwise.make_plan(SpanMask.documents(CU), num_ranks, balancer="ptrr", block_size=4)
@@ -43,16 +44,23 @@ def test_the_loss_and_all_gradients_are_those_of_one_device(num_ranks: int, redu
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     losses = -reference(*leaves, labels, softcap=softcap)[0]
     cotangent = torch.randn(2, LENGTH, dtype=torch.float64)
-    expected = {"mean": losses.sum() / (labels != -100).sum(), "sum": losses.sum(), "none": losses}[reduction]
+    count = int((labels != -100).sum())
+    expected = {"sum": losses.sum(), "none": losses}.get(reduction, losses.sum() / count)
     factor = cotangent if reduction == "none" else torch.tensor(0.7, dtype=torch.float64)
     grads = torch.autograd.grad(expected, leaves, factor)
 
     def on_rank(rank: int, mesh: DeviceMesh) -> tuple[torch.Tensor, list[torch.Tensor]]:
         h, w, b = (x.clone().requires_grad_() for x in (hidden, weight, bias))
-        loss = spanwise.linear_cross_entropy(
-            spanwise.shard(plan, mesh, h), w, spanwise.shard(plan, mesh, labels), bias=b, loss_mesh=mesh,
-            reduction=reduction, softcap=softcap, chunk=7,
-        )  # fmt: skip
+        states, targets = spanwise.shard(plan, mesh, h), spanwise.shard(plan, mesh, labels)
+        if reduction in ("logits", "micro-batches"):
+            logits = F.linear(states, w, b)
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            num_valid, rows = (count, [[0], [1]]) if reduction == "micro-batches" else (None, [[0, 1]])
+            loss = sum(spanwise.cross_entropy(logits[i], targets[i], mesh, num_valid=num_valid) for i in rows)
+        else:
+            loss = spanwise.linear_cross_entropy(
+                states, w, targets, bias=b, loss_mesh=mesh, reduction=reduction, softcap=softcap, chunk=7
+            )
         own_factor = spanwise.shard(plan, mesh, cotangent) * mesh.size() if reduction == "none" else factor
         return loss.detach(), list(torch.autograd.grad(loss, (h, w, b), own_factor))
 
