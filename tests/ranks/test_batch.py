@@ -55,7 +55,8 @@ def offsets_of(kind: str) -> Any:
 def sequences(kind: str, side: str = "q") -> list[list[tuple[int, int]]]:
     """First token and number of tokens of each sequence, for two batch rows."""
     if kind in PACKINGS:
-        starts, lens = (getattr(PACKINGS[kind][0], f"{side}_{what}").tolist() for what in ("starts", "lens"))
+        packing = PACKINGS[kind][0]
+        starts, lens = getattr(packing, f"{side}_offsets")[:-1].tolist(), getattr(packing, f"{side}_lens").tolist()
         return [list(zip(starts, lens, strict=True))] * 2
     return [[(a, b - a) for a, b in itertools.pairwise(cu)] for cu in (ROWS if kind == "rows" else [CU, CU])]
 

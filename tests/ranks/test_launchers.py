@@ -82,20 +82,6 @@ def rank_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
 
 
-def test_results_are_not_there_before_a_wait() -> None:
-    def on_rank(rank: int, mesh: DeviceMesh) -> Any:
-        name = group_name(mesh)
-        started = [
-            ops.all_gather_into_tensor(torch.ones(2), 2, name),
-            ops.reduce_scatter_tensor(torch.ones(2), "sum", 2, name),
-            ops.all_reduce(torch.ones(2), "sum", name),
-            ops.all_to_all_single(torch.ones(2), [1, 1], [1, 1], name),
-        ]
-        return all(bool(x.isnan().all()) for x in started), [ops.wait_tensor(x).mean().item() for x in started]
-
-    assert run_ranks(2, on_rank) == [(True, [1.0, 2.0, 2.0, 1.0])] * 2
-
-
 def changes_what_it_sent(rank: int, mesh: DeviceMesh) -> None:
     x = torch.full((2,), float("nan"))  # equal to itself here
     started = ops.all_gather_into_tensor(x, 2, group_name(mesh))
@@ -127,10 +113,6 @@ def test_what_would_hang_on_real_ranks_is_an_error(message: str) -> None:
     assert rank_threads() == []
 
 
-def process_id(rank: int, mesh: DeviceMesh) -> int:
-    return os.getpid()
-
-
 def die(rank: int, mesh: DeviceMesh) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -145,10 +127,8 @@ def hang(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 def test_dead_and_hanging_ranks() -> None:
     with GlooPool(num_ranks=2) as pool:
-        assert pool.run(2, process_id) == pool.run(2, process_id)
         with pytest.raises(RuntimeError, match=r"rank 1 died with exit code -11: (?s:.*)in die"):
             pool.run(2, die)
-        pool.run(2, process_id)
         with pytest.raises(TimeoutError, match=r"ranks \[0\] did not answer in time(?s:.*)in hang"):
             pool.run(2, hang, timeout=20.0)
-        assert len(pool.run(2, process_id)) == 2
+        assert pool.run(2, refuse, -1) == [None, None]

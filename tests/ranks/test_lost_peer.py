@@ -63,7 +63,9 @@ def cut(store: Any, how: str) -> None:
 
 
 def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, how: str, lost: int) -> None:
-    """Three steps; in the third a rank is lost: before the forward or the backward, or when it starts a collective.
+    """Nine steps; in the last a rank is lost: before the forward or the backward, or when it starts a collective.
+
+    By then calls are expected: they start without waiting for the comparison with other ranks.
 
     Of a mesh of an axis "dp" and one "cp" attention takes the second.
     """
@@ -78,8 +80,8 @@ def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, 
     q, k, v = (torch.ones(1, 4, local.tokens.shape[1], 16, requires_grad=True) for _ in range(3))
     grace = HANG if how in ("late", "closed", "silent") else failure.GRACE
     try:
-        for step in range(3):
-            is_lost = rank == lost and step == 2
+        for step in range(9):
+            is_lost = rank == lost and step == 8
             if is_lost and moment == "forward":
                 lose(how)
             begin = dying(moment, how) if is_lost else failure.start
@@ -126,8 +128,8 @@ def compiles(rank: int, mesh: DeviceMesh, lost: int) -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: spanwise.RankPlan) -> torch.Tensor:
         return spanwise.context_parallel_attention(q, k, v, local, mesh)
 
-    for step in range(5):  # from the third on, calls are expected and start without waiting
-        if rank == lost and step == 4:
+    for step in range(20):  # by then calls are expected and start without waiting
+        if rank == lost and step == 19:
             lose("killed")
         with spanwise.exchange_errors(mesh):
             attend(q, k, v, local)
@@ -160,7 +162,7 @@ DEAD_LINK = "if no rank is late, a connection is cut or too slow"
 
 
 def killed(way: dict[str, Any], moment: str, what: str, marks: Any = SLOW) -> Scenario:
-    """Rank 2 of four is killed at that moment of the third step."""
+    """Rank 2 of four is killed at that moment of the last step."""
     return Scenario((way, moment, "killed", 2), OTHERS, (2,), what, (NO_WORD,), {}, marks)
 
 
