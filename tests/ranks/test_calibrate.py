@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import socket
 import time
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from spanwise.calibrate.fit import AttentionCall, fit_attention, fit_link
-from spanwise.calibrate.measure import measure
+from spanwise.advice.advise import MEASURED
+from spanwise.calibrate.fit import AttentionCall, Sample, fit_attention, fit_link
+from spanwise.calibrate.measure import Calibration, measure
 from spanwise.calibrate.rates import SMALLEST, Ranks
-from spanwise.hardware import COLLECTIVES, Hardware
+from spanwise.cli.calibrate import show
+from spanwise.hardware import COLLECTIVES, CPU_HOST, Hardware
 from tests.cli.commands import run
 from tests.ranks.gloo import GlooPool
 
@@ -185,6 +188,20 @@ def test_one_rank_has_no_link(gloo_pool: GlooPool) -> None:
         gloo_pool.run(1, one_rank)
     result = run("calibrate", "--ranks", 1)
     assert result.status == 2 and "a link needs two ranks; got 1" in result.err
+
+
+def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    hardware = dataclasses.replace(CPU_HOST, name="my [/cluster] a[red]b")
+    samples = (Sample("attention forward", "one", 1.0, 1.1), Sample("attention forward", "two", 1.0, 0.7))
+    samples += tuple(Sample(figure, "call", 1.0, 1.0) for figure in ("link between hosts", "link inside a host"))
+    show(Calibration(hardware, samples, 12.34))
+    printed = capsys.readouterr().out
+    assert "my [/cluster] a[red]b, measured in 12.3 s" in printed
+    assert f"{MEASURED[2]:.2f} times what fitted rates predict" in printed  # by how much it narrows intervals
+    assert "399.4 GFLOP/s" in printed and "20.0%, 30.0% of 2 samples" in printed
+    inside, between = (next(line for line in printed.splitlines() if link in line) for link in ("inside", "between"))
+    assert "1,000.0 MB/s a rank, 200 µs" in inside and "416.7 MB/s a rank" in between
+    assert "2.00 × its bytes" in printed
 
 
 @pytest.mark.parametrize(
