@@ -18,7 +18,6 @@ from tests.oracle import chunk_of, make_problem
 from tests.pairs import covering, named
 from tests.ranks.calls import CU_SEQLENS, EXCHANGES, HOSTS, LENGTH, errors, leaves_of, mesh_of, step
 from tests.ranks.harness import run_ranks
-from tests.simulated import all_ranks
 
 DOCUMENTS = SpanMask.documents(CU_SEQLENS)
 ROWS = SpanMask.stack([DOCUMENTS, SpanMask.sliding_window(LENGTH, 5)])
@@ -167,17 +166,6 @@ def test_chunks_carry_what_the_plan_says(stages: int, chunks: int, name: str) ->
     for rank in range(4):
         for i, chunk in enumerate(rank_plan.build(plan, rank).chunks[name][1:]):
             assert list(chunk.route.sizes) == [*expected[i, :, rank], *expected[i, rank]]  # sent, received
-
-
-@pytest.mark.parametrize("way", [{"exchange": "all_gather"}, {"exchange": "needed", "stages": 3}], ids=named)
-def test_rank_plans_in_one_process(way: dict[str, Any]) -> None:
-    """The same picking of rows with which `tests/gpu` feeds the ranks of a plan on one device."""
-    plan = spanwise.make_plan(MANY, 3, balancer="lpt", block_size=8, **way)
-    problem, one = make_problem(MANY.dense()), spanwise.make_plan(MANY, 1)
-    leaves = [x.clone().requires_grad_() for x in problem[:3]]
-    out = all_ranks(plan, *leaves, kernel="sdpa")
-    out.backward(problem.grad_out)
-    assert max(errors(one, 0, problem, [out.detach(), *(x.grad for x in leaves)])) <= 1e-10
 
 
 # ---------------------------------------------------------------- refused

@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[Callable[[int, DeviceMesh], Any], type[Exception]]] = {
 def test_what_would_hang_on_real_ranks_is_an_error(message: str) -> None:
     fn, error = WRONG[message]
     with pytest.raises(error, match=message):
-        run_ranks(2, fn, timeout=3.0 if error is TimeoutError else HANG)
+        run_ranks(2, fn, timeout=1.0 if error is TimeoutError else HANG)
     assert rank_threads() == []
 
 
