@@ -24,7 +24,7 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # Files that share processes, by what their text holds: the pool's, and those forked from a server that imports much.
-_SHARED = {"gloo_pool": ("gloo_pool",), "forked": ("tests.scripts", "Processes")}
+_SHARED = {"gloo_pool": ("gloo_pool",), "forked": ("tests.scripts", "Processes, started")}
 # What takes longest comes first, so that no worker has a long file left when the other is done.
 _LONG = ("tests/ranks", "tests/test_dist", "tests/docs", "tests/cli", "tests/attention", "tests/overlap")
 _LONG += ("tests/integrations", "tests/recurrence", "tests/benchmarks", "tests/planning")
