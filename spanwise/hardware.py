@@ -174,7 +174,7 @@ class Hardware:
             raise ValueError(
                 f"num_bytes must be [receivers, senders], square and not negative, got shape {traffic.shape}"
             )
-        return self.loads_seconds(self.loads(traffic))
+        return self._slowest(self.loads(traffic).max(axis=(1, 2), initial=0.0))
 
     def loads(self, traffic: np.ndarray) -> np.ndarray:
         """What each rank receives and sends over each level in an all-to-all ``[R, S]``; ``[levels, 2, P]``.
@@ -186,10 +186,19 @@ class Hardware:
         within = [_within(traffic, link.ranks or len(traffic)) for link in self.links]
         return np.diff([np.stack([np.diagonal(traffic)] * 2), *within], axis=0)
 
-    def loads_seconds(self, num_bytes: np.ndarray) -> float:
-        """Seconds of an all-to-all with these `loads` in bytes."""
-        busiest = zip(self.links, num_bytes.max(axis=(1, 2), initial=0.0).tolist(), strict=True)
-        return max(self._seconds(link, most, "all_to_all") for link, most in busiest)
+    def steps_seconds(self, tables: np.ndarray, *token_bytes: float) -> list[np.ndarray]:
+        """Seconds of all-to-alls with these tokens ``[n, R, S]``, ``[n]`` for each number of bytes of a token.
+
+        Backwards ranks send what they received: the busiest has as much, so that the seconds are the same.
+        """
+        busiest = [self.loads(table).max(axis=(1, 2), initial=0.0) for table in tables]
+        return [
+            np.array([self._slowest(tokens * num_bytes) for tokens in busiest], np.float64) for num_bytes in token_bytes
+        ]
+
+    def _slowest(self, most: np.ndarray) -> float:
+        """Seconds of an all-to-all whose busiest rank has so many bytes on each level."""
+        return max(self._seconds(link, n, "all_to_all") for link, n in zip(self.links, most.tolist(), strict=True))
 
     def all_gather_seconds(self, shard_bytes: float, num_ranks: int) -> float:
         """Seconds of an all-gather in which each of ``num_ranks`` ranks contributes ``shard_bytes``.

@@ -90,7 +90,7 @@ def _best(problem: LayoutProblem, row: int, num_ranks: int, tries: list[Int64], 
     held = np.column_stack([start, stop]) + (owner * stride)[:, None]
     held, received = held[np.argsort(held[:, 0])], np.zeros(len(tries))
     for name in sorted(problem.masks):
-        slots = problem.masks[name].even_runs(traffic.row_of(problem.masks[name], row))
+        slots = problem.masks[name].even_runs(row)
         read = even_runs.keys_read(slots, np.column_stack([start, stop]), owner, stride)
         missing = subtract_runs(read, held)
         of = missing[:, 0] // (stride * num_ranks)

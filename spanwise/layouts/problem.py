@@ -161,8 +161,7 @@ def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
 
 def cuts(masks: Sequence[SpanMask], rows: Iterable[int]) -> Int64:
     """Positions inside the sequence that no span of any mask crosses in these batch rows, ascending."""
-    at = [(mask, row % mask.batch_size) for row in rows for mask in masks]
-    of = (slot.crossed for mask, row in at for slot in mask.even_runs(row))
+    of = (slot.crossed for row in rows for mask in masks for slot in mask.even_runs(row))
     return ragged_arange(even_runs.outside(of, masks[0].q_len))
 
 
