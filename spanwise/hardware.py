@@ -177,12 +177,7 @@ class Hardware:
         return self._slowest(self.loads(traffic).max(axis=(1, 2), initial=0.0))
 
     def loads(self, traffic: np.ndarray) -> np.ndarray:
-        """What each rank receives and sends over each level in an all-to-all ``[R, S]``; ``[levels, 2, P]``.
-
-        >>> H100.loads(np.ones((16, 16)))[:, :, 0]
-        array([[7., 7.],
-               [8., 8.]])
-        """
+        """What each rank receives and sends over each level in an all-to-all ``[R, S]``; ``[levels, 2, P]``."""
         within = [_within(traffic, link.ranks or len(traffic)) for link in self.links]
         return np.diff([np.stack([np.diagonal(traffic)] * 2), *within], axis=0)
 
