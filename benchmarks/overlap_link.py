@@ -71,7 +71,7 @@ def main() -> None:
             hosts.set_rate(rate * first["communication"] / (share * first["compute"]))
             answers = run(hosts, {**task, "rate": hosts.rate, "ways": ways, "repeats": args.repeats})
             costs = {name: max(answer["costs"][name] for answer in answers) for name in first}
-            print(f"\n{hosts.rate / 1e6:.0f} Mbit/s; milliseconds of a step: " + describe(costs))
+            print(f"\n{hosts.rate / 1e6:.0f} Mbit/s; milliseconds of a step: {costs}")
             print(f"{'':<20}{'predicted':>10}{'measured':>10}{'least':>10}{'faster':>8}{'largest difference':>20}")
             for row in rows(answers):
                 result["rows"].append({"rate": hosts.rate, "share": share, **costs, **row})
@@ -98,12 +98,6 @@ def rows(answers: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 for ours, theirs in zip(answer["outputs"][way], answer["outputs"]["unscheduled"], strict=True)
             ),
         }
-
-
-def describe(costs: dict[str, float]) -> str:
-    floor = max(costs["compute"], costs["communication"])
-    figures = {**costs, "floor": floor}
-    return ", ".join(f"{name} {ms:.0f}" for name, ms in figures.items())
 
 
 def show(row: dict[str, Any]) -> str:

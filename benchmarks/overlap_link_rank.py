@@ -22,11 +22,11 @@ from spanwise.hardware import Link
 from spanwise.overlap import _torch
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.measure import measure
-from spanwise.overlap.costs.roofline import VECTOR_UNITS, CostModel, node_bytes, node_flops
+from spanwise.overlap.costs.roofline import VECTOR_UNITS, CostModel
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.engine import simulate
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.fx.operators import STARTS, Cost
+from spanwise.overlap.fx.operators import Cost
 from spanwise.overlap.split.choose import PIECES, cut_graphs
 
 GraphPass = Callable[[fx.GraphModule], fx.GraphModule]
@@ -46,7 +46,9 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     if split and job["ways"]:
         graphs = list(recorder.graphs.values())
         pieces = [piece for gm in graphs for piece in cut_graphs(gm, PIECES)]
-        cost = measure(*graphs, *pieces, fallback=fitted(graphs, cost, job["rate"]), repeats=5, fuse=False)
+        here = dataclasses.replace(CPU_HOST, links=(Link(job["rate"] / 8, CPU_HOST.links[-1].latency),))
+        rest = CostModel(here, rates=VECTOR_UNITS, fuse=False)  # of copies that no piece has
+        cost = measure(*graphs, *pieces, fallback=rest, repeats=5, fuse=False)
     dags = [to_dag(gm, cost).dag for gm in recorder.graphs.values()]
     found: dict[str, Any] = {
         "compute": sum(dag.compute_ms for dag in dags),
@@ -85,66 +87,36 @@ def ours(
     return step, step(), results
 
 
-def fitted(graphs: list[fx.GraphModule], cost: Cost, rate: float) -> CostModel:
-    """Costs of what is not measured, such as tensors taken apart in other places: rates of what is."""
-    flops, moved = [0.0, 0.0], [0.0, 0.0]  # work, milliseconds
-    for node in (node for gm in graphs for node in gm.graph.nodes if node.op == "call_function"):
-        if node.target in STARTS:
-            continue
-        of = flops if node_flops(node) else moved
-        of[0] += node_flops(node) or node_bytes(node, fuse=False)
-        of[1] += cost(node)
-    fit = {"matmul_flops": 1e3 * flops[0] / flops[1], "memory_bandwidth": 1e3 * moved[0] / moved[1]}
-    here = dataclasses.replace(CPU_HOST, **fit, links=(Link(rate / 8, CPU_HOST.links[-1].latency),))
-    return CostModel(here, rates=VECTOR_UNITS, fuse=False)
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """Dim 0 of all ranks; its gradient is reduce-scattered."""
+    assert dist.group.WORLD is not None
+    return all_gather_tensor_autograd(x, 0, dist.group.WORLD)
 
 
 class Feed(nn.Module):
-    """Two linear layers with parameters sharded over the ranks."""
+    """Two linear layers whose weights are gathered for each use (ZeRO-3, FSDP)."""
 
-    def __init__(self, up: torch.Tensor, down: torch.Tensor) -> None:
-        super().__init__()
-        self.up, self.down = Sharded(up), Sharded(down)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.up(x)))
-
-
-class Parallel(nn.Module):
-    """Two linear layers over all ranks, activations in shards of the tokens: a gather before, a reduce-scatter after.
-
-    Args:
-        up: the whole of it, ``[ffn, dim]``; kept is this rank's part of dim 0. `down`: ``[dim, ffn]``, of dim 1.
-    """
+    dims = 0, 0  # along which the ranks hold parts of the weights
 
     def __init__(self, up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.up, self.down = (nn.Parameter(w.chunk(ranks, dim)[rank].clone()) for w, dim in ((up, 0), (down, 1)))
+        parts = (w.chunk(ranks, dim)[rank].clone() for w, dim in zip((up, down), self.dims, strict=True))
+        self.up, self.down = map(nn.Parameter, parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.silu(F.linear(x, gathered(self.up))), gathered(self.down))
+
+
+class Parallel(Feed):
+    """The same over all ranks, activations in shards of the tokens: a gather before, a reduce-scatter after."""
+
+    dims = 0, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = F.linear(F.silu(F.linear(gathered(x), self.up)), self.down)
         assert dist.group.WORLD is not None
-        whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
-        part = F.linear(F.silu(F.linear(whole, self.up)), self.down)
         return reduce_scatter_tensor_autograd(part, "sum", 0, dist.group.WORLD)
-
-
-class Sharded(nn.Module):
-    """A linear layer whose weight is gathered for each use, and its gradient reduce-scattered (ZeRO-3, FSDP).
-
-    Args:
-        weight: the whole of it, ``[out_dim, in_dim]``; kept is this rank's part of dim 0.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.shard = nn.Parameter(weight.chunk(ranks)[rank].clone())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert dist.group.WORLD is not None
-        whole = all_gather_tensor_autograd(self.shard, 0, dist.group.WORLD)
-        return F.linear(x, whole)
 
 
 class Model(nn.Module):
@@ -166,10 +138,7 @@ class Model(nn.Module):
 
 
 class Recorder:
-    """A backend of torch.compile that runs graphs as they are, after a pass, and remembers them.
-
-    Args:
-        graph_pass: changes a graph, in place or not; may be none.
+    """A backend of torch.compile that runs graphs as they are, after a pass.
 
     Attributes:
         graphs: after the pass, "forward" and "backward".
@@ -177,19 +146,19 @@ class Recorder:
 
     def __init__(self, graph_pass: GraphPass = lambda gm: gm) -> None:
         self.graphs: dict[str, fx.GraphModule] = {}
-        self._pass = graph_pass
+
+        def keep(name: str, gm: fx.GraphModule) -> Any:
+            self.graphs[name] = gm = graph_pass(gm)
+            return make_boxed_func(gm.forward)
+
         self._compile = aot_autograd(
-            fw_compiler=lambda gm, inputs: self._keep("forward", gm),
-            bw_compiler=lambda gm, inputs: self._keep("backward", gm),
+            fw_compiler=lambda gm, inputs: keep("forward", gm),
+            bw_compiler=lambda gm, inputs: keep("backward", gm),
             partition_fn=min_cut_rematerialization_partition,
         )
 
     def __call__(self, gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         return self._compile(gm, inputs)
-
-    def _keep(self, name: str, gm: fx.GraphModule) -> Any:
-        self.graphs[name] = gm = self._pass(gm)
-        return make_boxed_func(gm.forward)
 
 
 def pytorch_pass(cost: Cost) -> GraphPass:

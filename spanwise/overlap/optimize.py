@@ -114,7 +114,7 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
         return _optimized(cut, of, whole.budget, bucket, options, most)
 
     trial = find_split(gm, cost, of_cut, whole.timeline)
-    split = described(gm, trial, whole.timeline, whole.bounds.makespan, arithmetic(gm))
+    split = described(trial, whole.timeline, whole.bounds.makespan, arithmetic(gm))
     return dataclasses.replace(trial.result if trial else whole, before=whole.before, split=split)
 
 

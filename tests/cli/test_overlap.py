@@ -10,11 +10,11 @@ import pickle
 import re
 import shlex
 import xml.etree.ElementTree as ET
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -256,10 +256,9 @@ class Planted:
 
 
 def test_a_file_runs_code_only_if_it_is_trusted(tmp_path: Path) -> None:
-    planted = np.frombuffer(pickle.dumps(Planted(tmp_path / "was-run")), np.uint8)
-    head = {"torch": "2", "graphs": ["g"], "ranks": {}, "labels": {}}
-    with (tmp_path / "g").open("wb") as file:
-        np.savez(file, **{"spanwise graphs": np.array(json.dumps(head)), "graph g": planted})
+    planted = {"g": zlib.compress(pickle.dumps(Planted(tmp_path / "was-run")))}
+    head = {"ranks": {}, "labels": {}}
+    torch.save({"spanwise graphs": head, "graphs": planted, "known": {"g": {}}}, tmp_path / "g")
     result = run("overlap", "--load", tmp_path / "g")
     assert result.status == 2 and "may run code as it is read: add --trust" in result.err
     assert not (tmp_path / "was-run").exists()

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.sizes import assumed
 from spanwise.overlap.optimize import Result
+from tests.overlap.programs import Cost
 
 RANKS, BATCH = 2, 16
 DIMS = (32, 48, 80, 96)  # none twice, so that a shape says which tensor it is
@@ -41,24 +42,6 @@ pytestmark = [  # torch's own: Dynamo makes an object of every autograd.Function
 ]
 
 Event = tuple[str, tuple[int, ...]]  # what is called, and the shape of its result
-
-
-class Cost:
-    """A collective takes `ratio` of a matrix product, and anything else nearly nothing."""
-
-    def __init__(self, ratio: float = 0.6) -> None:
-        self.ratio = ratio
-
-    def uuid(self) -> str:
-        return f"{self.ratio}"
-
-    def __call__(self, node: fx.Node) -> float:
-        if node.target in operators.STARTS:
-            return self.ratio
-        return 1.0 if node_flops(node) else 0.01
-
-    def merged(self, nodes: Sequence[fx.Node]) -> float:
-        return self.ratio
 
 
 class Gathered(torch.autograd.Function):
@@ -156,17 +139,6 @@ def test_what_is_tied_follows_what_is_tied_before_it_unless_data_say_so() -> Non
     of_first = graph.call_function(torch.ops.aten.exp.default, (first,))
     by_data = graph.call_function(torch.ops.aten.neg.default, (graph.call_function(torch.relu, (of_first,)),))
     assert _implicit(graph, [first, other, of_first, by_data]) == {other: [first], of_first: [other]}
-
-
-def test_what_ranks_compare_is_tied_in_front_of_all(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[set[fx.Node]] = []
-    monkeypatch.setattr(
-        _torch, "keep_order", lambda graph, after: held.append({n for ns in after.values() for n in ns})
-    )
-    compiled(group, backend("inductor", cost=lambda node: 1.0))
-    for before in held:
-        assert sum(node.target is torch.ops.spanwise.agree.default for node in before) == 1
-    assert len(held) == 2
 
 
 def test_operators_that_inductor_calls_are_tied_and_what_it_fuses_is_not() -> None:
@@ -319,15 +291,10 @@ def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) ->
     for name in ("aot_eager", "inductor"):
         with pytest.raises(Exception, match="GraphError: node '.*': its cost must be finite and not negative, got nan"):
             compiled(group, backend(name, cost=lambda node: float("nan")))
-    with pytest.raises(ValueError, match='must be "inductor" or "aot_eager", got \'eager\''):
-        backend("eager", cost=Cost())
-    for size in (0, 2.5, "4096", True):
-        with pytest.raises(ValueError, match=f"dynamic_size must be a whole number of at least 1, got {size!r}"):
-            backend(cost=Cost(), dynamic_size=size)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a backend takes dynamic_size=.* got sizes=8"):
-        backend(cost=Cost(), sizes=8)
-    with pytest.raises(ValueError, match="split must be True or False, got 3"):
-        backend(cost=Cost(), split=3)
+    wrong: list[dict[str, Any]] = [{"dynamic_size": size} for size in (0, 2.5, "4096", True)]
+    for options in (*wrong, {"name": "eager"}, {"sizes": 8}, {"split": 3}):
+        with pytest.raises(ValueError, match=re.escape(repr(next(iter(options.values()))))):
+            backend(cost=Cost(), **options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
         backend(cost=Cost(), budget=1)
 
@@ -415,13 +382,12 @@ def test_open_sizes_that_come_out_as_none_or_contradict_each_other() -> None:
         return x.new_empty(x.shape[0] - 9, 4), torch.as_strided(y, (2 * x.shape[0] - 11, 4), (4, 1))
 
     gm = make_fx(cut, tracing_mode="symbolic")(torch.randn(12, 4), torch.randn(52))
-    (none,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.new_empty.default)
-    (view,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.as_strided.default)
+    (none,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.new_empty.default)
+    (view,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
     with assumed(gm, 5):
         assert none.meta["val"].shape == (0, 4)
     with assumed(gm, 15):
-        assert view.meta["val"].shape == (19, 4)
-        assert view.meta["val"].untyped_storage().nbytes() == 19 * 4 * 4
+        assert view.meta["val"].shape == (19, 4) and view.meta["val"].untyped_storage().nbytes() == 19 * 4 * 4
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -20,8 +20,7 @@ def test_operators_of_others_that_are_not_registered(tmp_path: Path) -> None:
     graph.output(graph.call_function(operator, (graph.placeholder("x"),)))
     save_graphs(tmp_path / "g", {"one": torch.fx.GraphModule({}, graph)})
     library._destroy()
-    text = "calls spanwise_test_elsewhere::double.*: import the module that defines it before you load the graphs"
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match="spanwise_test_elsewhere.*'double'.*import the modules"):
         load_graphs(tmp_path / "g")
 
 
@@ -53,12 +52,16 @@ def warned() -> Iterator[list[logging.LogRecord]]:
     logger.removeHandler(handler)
 
 
-def test_what_torch_save_wrote(tmp_path: Path, warned: list[logging.LogRecord]) -> None:
-    torch.save({"a": torch.ones(3)}, tmp_path / "plain.pt")
-    text = "holds no graphs"
-    with pytest.raises(ValueError, match=text):
-        load_graphs(tmp_path / "plain.pt")
-    assert warned == [], "they say less, and say it first"
+def test_files_that_hold_no_graphs(tmp_path: Path, warned: list[logging.LogRecord]) -> None:
+    path = tmp_path / "g"
+    save_graphs(path, {"one": torch.fx.symbolic_trace(torch.nn.ReLU())})
+    data = path.read_bytes()
+    torch.save({"a": torch.ones(3)}, path)
+    for content in (path.read_bytes(), b"hello", b"PK and so on", data[:-10], data[:500] + bytes(100) + data[600:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="holds no graphs"):
+            load_graphs(path)
+    assert warned == [], "torch's loader of programs sees none of them"
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
@@ -72,25 +75,9 @@ def test_a_program_by_any_name(tmp_path: Path, warned: list[logging.LogRecord]) 
     assert warned, "of a path it warns"
 
 
-@pytest.mark.parametrize("content", [b"hello", b"PK\x03\x04 and so on"])
-def test_files_that_hold_no_graphs(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "g").write_bytes(content)
-    with pytest.raises(ValueError, match="holds no graphs"):
-        load_graphs(tmp_path / "g")
-
-
-def test_a_damaged_file(tmp_path: Path) -> None:
-    save_graphs(tmp_path / "g", {"one": torch.fx.symbolic_trace(torch.nn.ReLU())})
-    data = (tmp_path / "g").read_bytes()
-    for content in (data[:-10], data[:500] + bytes(100) + data[600:]):
-        (tmp_path / "g").write_bytes(content)
-        with pytest.raises(ValueError, match="is damaged"):
-            load_graphs(tmp_path / "g")
-
-
 def test_what_saving_takes(tmp_path: Path) -> None:
     gm = torch.fx.symbolic_trace(torch.nn.ReLU())
-    for given, kind in ((gm, "ReLU"), ({"g": torch.nn.ReLU()}, "ReLU")):
-        with pytest.raises(ValueError, match=f"must be a mapping from names to fx.GraphModule, .* got {kind}"):
+    for given in (gm, {"g": torch.nn.ReLU()}):
+        with pytest.raises(ValueError, match="must be a mapping from names to fx.GraphModule, .* got .*ReLU"):
             save_graphs(tmp_path / "g", given)  # type: ignore[arg-type]
     assert not (tmp_path / "g").exists()

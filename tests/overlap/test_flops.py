@@ -90,7 +90,7 @@ def test_flops_of_a_composite_are_those_of_what_it_decomposes_into(
     assert total(program.graph_module) == total(decomposed(program)) == 2 * products
 
 
-def test_operators_are_run_without_contents_once_and_not_if_they_talk() -> None:
+def test_operators_are_run_without_contents_and_not_if_they_communicate() -> None:
     seen: list[str] = []
 
     def twice(x: torch.Tensor, y: torch.Tensor, name: str = "") -> torch.Tensor:
@@ -103,10 +103,8 @@ def test_operators_are_run_without_contents_once_and_not_if_they_talk() -> None:
     library.define("talks(Tensor x, Tensor y, str group_name) -> Tensor")
     library.impl("talks", twice, "CompositeImplicitAutograd")
     ops, x = torch.ops.spanwise_flops, torch.zeros(6, 6)
-    assert [node_flops(node(ops.twice.default, x, x, val=x)) for _ in range(3)] == [2 * 2 * 6**3] * 3
-    assert node_flops(node(ops.twice.default, x[:3], x, val=x[:3])) == 2 * 2 * 3 * 6**2
-    assert seen == ["meta", "meta"]
-    assert node_flops(node(ops.talks.default, x, x, "g", val=x)) == 0 and len(seen) == 2
+    assert node_flops(node(ops.twice.default, x, x, val=x)) == 2 * 2 * 6**3 and seen == ["meta"]
+    assert node_flops(node(ops.talks.default, x, x, "g", val=x)) == 0 and len(seen) == 1
     # Writes have no effect; operators that read contents or draw random numbers have 0 FLOPs and draw nothing.
     assert node_flops(node(ATEN.fill_diagonal_.default, x, 1.0, val=x)) == 0 and not x.any()
     assert node_flops(node(ATEN.item.default, x[0, 0])) == 0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,13 +16,10 @@ import spanwise.attention.compare  # noqa: F401  (its operators)
 from spanwise.overlap import _torch
 from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.fx.graph import Captured, to_dag
+from tests.overlap.programs import one
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
 KINDS = {Kind.COMPUTE: "compute", Kind.START: "start", Kind.WAIT: "wait"}
-
-
-def one(node: fx.Node) -> float:
-    return 1.0
 
 
 @pytest.fixture
@@ -129,112 +123,7 @@ def test_coalesced_collectives_have_one_wait(groups: dict[str, str], mode: str) 
     assert max(first.users) == names.index("mul_1") and max(second.users) == names.index("mul")
 
 
-# Memory.
-
-LEAVES = 3
-
-
-def programs(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    names = sorted(STATEMENTS)
-    return draw(st.lists(st.tuples(st.sampled_from(names), st.integers(0, 99), st.integers(0, 99)), min_size=4))
-
-
-def foreach(x: torch.Tensor, y: torch.Tensor) -> Any:
-    torch._foreach_mul_([x, y], 1.5)
-
-
-STATEMENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "add": lambda x, y: x + y.sum(),
-    "mul": lambda x, y: x * 3,
-    "add_": lambda x, y: x.add_(1),
-    "add_ other": lambda x, y: x.add_(y.sum()),
-    "copy_": lambda x, y: x.copy_(y.mean().expand_as(x)),
-    "fill_": lambda x, y: x.fill_(2.0),
-    "flat view": lambda x, y: x.reshape(-1),
-    "transposed": lambda x, y: x.t() if x.dim() == 2 else x,
-    "rows": lambda x, y: x[: max(1, x.shape[0] // 2)],
-    "halves": lambda x, y: x.split(max(1, x.shape[0] // 2)),
-    "detach": lambda x, y: x.detach(),
-    "transposed in place": lambda x, y: x.t_() if x.dim() == 2 and x.shape[0] == x.shape[1] else x,
-    "unsqueezed": lambda x, y: x.unsqueeze(0)[0],
-    "contiguous": lambda x, y: x.contiguous(),
-    "random": lambda x, y: torch.rand_like(x),
-    "random in place": lambda x, y: x.uniform_(),
-    "several in place": foreach,
-    "out": lambda x, y: torch.mul(x, 0.5, out=torch.empty_like(x)),
-}
-
-
-def traced(program: list[tuple[str, int, int]], mode: str) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """A random program; its outputs are all that it made, and its inputs are written, too."""
-
-    def function(*leaves: torch.Tensor) -> Any:
-        values = list(leaves)
-        for name, first, second in program:
-            result = STATEMENTS[name](values[first % len(values)], values[second % len(values)])
-            values += result if isinstance(result, tuple) else [result] if result is not None else []
-        return values[-4:]
-
-    leaves = [torch.arange(16.0).reshape(4, 4) + i for i in range(LEAVES)]
-    return make_fx(function, tracing_mode=mode)(*[leaf.clone() for leaf in leaves]), leaves
-
-
-def run(captured: Captured, leaves: list[torch.Tensor], order: list[int]) -> tuple[list[Any], int]:
-    """Run node by node on real tensors: outputs and written inputs, and the most bytes alive at once."""
-    torch.manual_seed(0)
-    leaves = [leaf.clone() for leaf in leaves]
-    values: dict[fx.Node, Any] = dict(zip(captured.inputs, leaves, strict=True))
-    mine = {leaf.untyped_storage()._cdata for leaf in leaves}
-    (output,) = (node for node in captured.nodes[0].graph.nodes if node.op == "output")
-    readers = {node: set(node.users) for node in captured.nodes}
-    peak = 0
-    for i in order:
-        node = captured.nodes[i]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        values[node] = node.target(*args, **kwargs)
-        del args, kwargs
-        tensors = [t for v in values.values() for t in (v if isinstance(v, (list, tuple)) else [v])]
-        alive = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
-        peak = max(peak, sum(size for storage, size in alive.items() if storage not in mine))
-        del tensors
-        for other in [node, *node.all_input_nodes]:
-            if other in readers:
-                readers[other].discard(node)
-                if not readers[other]:
-                    del values[other]
-    return [*fx.node.map_arg(output.args[0], values.__getitem__), *leaves], peak
-
-
-def some_order(captured: Captured, choose: random.Random) -> list[int]:
-    """Some order of the nodes that respects all dependencies."""
-    missing = [len(set(node.deps)) for node in captured.dag.nodes]
-    ready, order = [i for i, count in enumerate(missing) if not count], []
-    while ready:
-        order.append(ready.pop(choose.randrange(len(ready))))
-        for user in captured.dag.users[order[-1]]:
-            missing[user] -= 1
-            if not missing[user]:
-                ready.append(user)
-    assert len(order) == len(missing)
-    return order
-
-
-@given(st.data(), st.sampled_from(["fake", "real"]), st.randoms(use_true_random=False))
-def test_any_order_gives_the_same_bits_and_the_predicted_peak(data: Any, mode: str, choose: random.Random) -> None:
-    gm, leaves = traced(data.draw(st.composite(programs)()), mode)
-    captured = to_dag(gm, one)
-    if not captured.nodes:
-        return
-    own = list(range(len(captured.dag)))
-    expected, peak = run(captured, leaves, own)
-    assert captured.dag.peak_bytes(own) == peak
-    for _ in range(3):
-        order = some_order(captured, choose)
-        outputs, peak = run(captured, leaves, order)
-        assert captured.dag.peak_bytes(order) == peak
-        for x, y in zip(outputs, expected, strict=True):
-            assert x.shape == y.shape and x.stride() == y.stride() and torch.equal(x, y)
-
+# Memory. `test_emit` runs random programs.
 
 # What each node must follow; nodes that are not named may have any dependencies.
 
@@ -371,6 +260,15 @@ def test_memory_that_only_the_storages_show() -> None:
     assert "add_" in deps(captured, "cos")  # the schema calls the copy an alias
     assert {node.name: node.ms for node in captured.dag.nodes}["reshape_1"] == 0
 
+    def shared_later(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        y, z = (graph.call_function(ATEN.clone.default, (x,)) for _ in range(2))
+        y.meta["val"], z.meta["val"] = torch.empty(4, 4), torch.empty(4, 4)
+        graph.call_function(ATEN.set_.source_Tensor, (y, z)).meta["val"] = torch.empty(4, 4)
+        graph.call_function(ATEN.add_.Scalar, (y, 1)).meta["val"] = y.meta["val"]
+        return graph.call_function(ATEN.cos.default, (z,))
+
+    assert "add_" in deps(to_dag(by_hand(shared_later), one), "cos")
+
     def unsafe(graph: fx.Graph, x: fx.Node) -> fx.Node:
         y = graph.call_function(ATEN.clone.default, (x,))
         return graph.call_function(ATEN._unsafe_view.default, (y, [4, 4]))
@@ -382,12 +280,9 @@ def test_attributes_that_are_one_tensor() -> None:
     module = torch.nn.Module()
     module.a = module.b = torch.nn.Parameter(torch.zeros(4))
     graph = Graph()
-    a, b = graph.get_attr("a"), graph.get_attr("b")
-    for node in (
-        written := graph.call_function(ATEN.add_.Scalar, (a, 1)),
-        read := graph.call_function(ATEN.cos.default, (b,)),
-    ):
-        node.meta["val"] = torch.zeros(4)
+    written = graph.call_function(ATEN.add_.Scalar, (graph.get_attr("a"), 1))
+    read = graph.call_function(ATEN.cos.default, (graph.get_attr("b"),))
+    written.meta["val"], read.meta["val"] = torch.zeros(4), torch.zeros(4)
     graph.output((written, read))
     captured = to_dag(fx.GraphModule(module, graph), one)
     assert deps(captured, "cos") == {"add_"} and storages(captured) == {"cos": 16}
@@ -463,7 +358,7 @@ def test_nothing_crosses_a_barrier() -> None:
         (torch.ops._dtensor.shard_dim_alltoall.default, 0, 1, "tp"),
         (torch.ops.symm_mem.one_shot_all_reduce.default, "sum", "tp"),
         (torch.ops.c10d.barrier.default, None, []),
-        (ATEN._assert_async.msg, "must hold"),
+        (ATEN._assert_async.msg, "must hold"),  # returns nothing and writes nothing
         (ATEN.resize_.default, [4, 4]),
         (torch.ops.higher_order.with_effects,),
         (lambda x: x,),
@@ -479,50 +374,21 @@ def test_nothing_crosses_a_barrier() -> None:
     assert barrier(ATEN.tan.default).barriers == ()
 
 
-def test_operators_that_return_nothing_and_write_nothing_are_barriers() -> None:
-    @torch.library.custom_op("spanwise_test::note", mutates_args=())
-    def note(x: torch.Tensor) -> None: ...
+def test_sizes_cost_nothing_and_other_python_functions_are_barriers() -> None:
+    """torch.compile makes assertions for an all-to-all whose sizes are known only when it runs."""
 
-    note.register_fake(lambda x: None)
-
-    def function(x: torch.Tensor) -> Any:
-        y = x.sin()
-        torch.ops.spanwise_test.note(x)
-        return y, x.cos()
-
-    gm = make_fx(function, tracing_mode="fake")(torch.randn(4))
-    captured = to_dag(gm, one)
-    assert captured.barriers == (1,) and deps(captured, "note") == {"sin"} and deps(captured, "cos") == {"note"}
-
-
-def test_assertions_on_sizes_are_free() -> None:
-    """torch.compile makes them for an all-to-all whose sizes are known only when it runs."""
-
-    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
-        for op in (ATEN._assert_scalar.default, ATEN.sym_constrain_range_for_size.default):
-            text = ("must hold",) if op is ATEN._assert_scalar.default else ()
-            graph.call_function(op, (7, *text)).meta["val"] = None
-        y = graph.call_function(ATEN.cos.default, (x,))
-        y.meta["val"] = torch.empty(4, 4)
-        return y
-
-    captured = to_dag(by_hand(build), one)
-    assert captured.barriers == () and deps(captured, "cos") == set()
-    assert [node.ms for node in captured.dag.nodes] == [0.0, 0.0, 1.0]
-
-
-def test_python_functions_that_are_no_arithmetic_are_barriers() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> Any:
+        graph.call_function(ATEN._assert_scalar.default, (7, "must hold")).meta["val"] = None
+        graph.call_function(ATEN.sym_constrain_range_for_size.default, (7,)).meta["val"] = None
         size = graph.call_function(ATEN.sym_size.int, (x, 0))
         double = graph.call_function(operator.mul, (size, 2))
         size.meta["val"], double.meta["val"] = 4, 8
-        barrier = graph.create_node("call_function", dist.barrier)
-        barrier.meta["val"] = None
+        graph.create_node("call_function", dist.barrier).meta["val"] = None
         return graph.call_function(ATEN.cos.default, (x,)), double
 
     captured = to_dag(by_hand(build), one)
-    assert captured.barriers == (2,) and [node.ms for node in captured.dag.nodes] == [0, 0, 1, 1]
-    assert deps(captured, "cos") == {"barrier"} and deps(captured, "barrier") == {"mul"}
+    assert captured.barriers == (4,) and [node.ms for node in captured.dag.nodes] == [0, 0, 0, 0, 1, 1]
+    assert deps(captured, "cos") == {"barrier"} and follows(captured, "barrier", "mul")
 
 
 def test_a_wait_for_unknown_communication_is_a_barrier() -> None:

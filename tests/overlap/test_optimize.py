@@ -26,7 +26,7 @@ from spanwise.overlap.dag import GraphError, Kind
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from spanwise.overlap.fx.graph import to_dag
 from tests.lockstep import Lockstep
-from tests.overlap.test_emit import Program, one, programs, run, same, traced
+from tests.overlap.programs import Program, one, programs, run, same, traced
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
 SMALL = CaptureConfig(

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,36 +31,16 @@ import spanwise
 from spanwise import SpanMask
 from spanwise.overlap import _torch, consensus
 from spanwise.overlap.backend import backend
-from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.fx import operators
 from spanwise.overlap.optimize import Result
 from tests.oracle import relative_error
+from tests.overlap.programs import Cost
 from tests.ranks.gloo import GlooPool, hear, tell
 
 pytestmark = pytest.mark.compiles
 
 BATCH, DIM = 8, 16
-
-
-class Cost:
-    """A collective takes `ratio` of a matrix product, one with `slow` columns 10 of them, all else nearly nothing."""
-
-    def __init__(self, ratio: float = 0.6, slow: int = 0) -> None:
-        self.ratio, self.slow = ratio, slow
-
-    def uuid(self) -> str:
-        return f"ratio {self.ratio}, slow {self.slow}"
-
-    def __call__(self, node: fx.Node) -> float:
-        if node.target in operators.STARTS:
-            return self.ratio
-        if not node_flops(node):
-            return 0.01
-        return 10.0 if operators.tensors_of(node)[0].shape[-1] == self.slow else 1.0
-
-    def merged(self, nodes: Sequence[fx.Node]) -> float:
-        return self.ratio
 
 
 class Gathered(torch.autograd.Function):
@@ -344,47 +324,23 @@ def caches(folder: str | None) -> Iterator[None]:
         yield
 
 
-def by_inductor(
-    rank: int, mesh: DeviceMesh, folder: str | None, cost: Cost, function: Callable[..., torch.Tensor] = linear
-) -> dict[str, Any]:
-    """A step of `function`: errors of results and gradients, hits and misses of the cache of graphs, launches."""
+def by_inductor(rank: int, mesh: DeviceMesh) -> tuple[float, int]:
+    """A step of `activated`: the largest error of results and gradients, and the number of schedules."""
     results: list[Result] = []
-    with caches(folder):
+    with caches(None):
         draw = torch.Generator().manual_seed(0)
         whole = [torch.randn(DIM, DIM, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(3)]
         shards = [w.detach().float().chunk(mesh.size())[rank].clone().requires_grad_() for w in whole]
         x = torch.randn(BATCH, DIM, generator=draw, dtype=torch.float64)
-        expected = function(x, whole, None)
+        expected = activated(x, whole, None)
         expected.backward(torch.full_like(expected, mesh.size()))
-        run = torch.compile(function, backend=backend("inductor", cost=cost, on_result=results.append))
-        out = run(x.float(), shards, mesh)
+        out = torch.compile(activated, backend=backend("inductor", cost=Cost(), on_result=results.append))(
+            x.float(), shards, mesh
+        )
         out.backward(torch.ones_like(out))
         errors = [relative_error(out.detach(), expected.detach())]
         errors += [relative_error(s.grad, w.grad.chunk(mesh.size())[rank]) for s, w in zip(shards, whole, strict=True)]
-        inductor = counters["inductor"]
-    return {
-        "error": max(errors),
-        "found": (inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]),
-        "launches": [len(result.timeline.dag.starts) for result in results],
-    }
-
-
-def by_inductor_apart(rank: int, mesh: DeviceMesh, folders: list[str], costs: list[Cost]) -> dict[str, Any]:
-    return by_inductor(rank, mesh, folders[rank], costs[rank])
-
-
-@pytest.mark.slow
-def test_a_rank_with_a_warm_cache_and_one_without_agree(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    cold = [str(tmp_path / name) for name in ("first", "second", "third")]
-    same = [Cost(), Cost()]
-    answers = gloo_pool.run(2, by_inductor_apart, cold[:2], same)
-    assert [answer["found"] for answer in answers] == [(0, 2), (0, 2)]
-    answers = gloo_pool.run(2, by_inductor_apart, [cold[0], cold[2]], same)
-    assert [answer["found"] for answer in answers] == [(2, 0), (0, 2)]
-    assert max(answer["error"] for answer in answers) < 1e-6
-    # Other costs are another entry: nothing that was scheduled by the first ones is found.
-    answers = gloo_pool.run(2, by_inductor_apart, cold[:2], [Cost(0.3), Cost(0.3)])
-    assert [answer["found"] for answer in answers] == [(0, 2), (0, 2)]
+    return max(errors), len(results)
 
 
 def activated(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh | None) -> torch.Tensor:
@@ -396,46 +352,33 @@ def activated(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh | No
 
 @pytest.mark.slow
 def test_inductors_step_is_the_eager_one_to_rounding(gloo_pool: GlooPool) -> None:
-    for answer in gloo_pool.run(2, by_inductor, None, Cost(), activated):
-        assert answer["error"] < 1e-6
-        assert len(answer["launches"]) == 2
+    for error, schedules in gloo_pool.run(2, by_inductor):
+        assert error < 1e-6 and schedules == 2
 
 
-class Branches(nn.Module):
-    """Two tensor-parallel branches; the second, by `num`, more than once."""
-
-    def __init__(self, mesh: DeviceMesh, num: int) -> None:
-        super().__init__()
-        self.num = num
-        self.first, self.second = (nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in "ab")) for _ in range(2))
-        plan = {f"{name}.{i}": style() for name in ("first", "second") for i, style in enumerate((Colwise, Rowwise))}
-        parallelize_module(self, mesh, plan)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(self.num):
-            x = self.second(x)
-        return x
-
-
-def from_autograds_cache(rank: int, mesh: DeviceMesh, folder: str, nums: list[int]) -> tuple[int, str]:
-    """Hits of the cache that holds forward and backward at once, and what a step raised."""
+def from_cache(rank: int, mesh: DeviceMesh, folder: str, nums: list[int]) -> tuple[int, str]:
+    """Hits of the cache of graphs of a step with `nums` layers on each rank, and what it raised."""
     with caches(f"{folder}/{rank}"):
-        module = Branches(mesh, nums[rank])
-        run = torch.compile(module, backend=backend("inductor", cost=Cost()))
-        said = error_of(lambda: run(torch.ones(BATCH, DIM)).backward(torch.ones(BATCH, DIM)))
-        return counters["aot_autograd"]["autograd_cache_hit"], said
+        shards = [torch.ones(DIM // mesh.size(), DIM, requires_grad=True) for _ in range(nums[rank])]
+        run = torch.compile(linear, backend=backend("inductor", cost=Cost()))
+        said = error_of(lambda: run(torch.ones(BATCH, DIM), shards, mesh).sum().backward())
+        inductor = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        return int(inductor > 0), said
 
 
 @pytest.mark.slow
 def test_a_graph_from_a_cache_is_compared_too(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """The comparison is part of what the cache holds: a rank that compiles nothing finds out that another differs."""
-    assert gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 1]) == [(0, ""), (0, "")]
-    assert gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 1]) == [(1, ""), (1, "")]
-    (hits, said), (missed, told) = gloo_pool.run(2, from_autograds_cache, str(tmp_path), [1, 2])
-    assert (hits, missed) == (1, 0)
-    assert said == told
-    assert "ranks [0] start nothing more here; ranks [1] start 3. all_reduce (traced as 3) sum float32 [8, 16]" in said
+    assert gloo_pool.run(2, from_cache, str(tmp_path), [2, 2]) == [(0, ""), (0, "")]
+    assert gloo_pool.run(2, from_cache, str(tmp_path), [2, 2]) == [(1, ""), (1, "")]
+    (hits, said), (missed, told) = gloo_pool.run(2, from_cache, str(tmp_path), [2, 3])
+    assert (hits, missed) == (1, 0) and said == told
+    assert "ranks [0] start nothing more here; ranks [1] start 3. all_gather" in said
+
+
+# Modules: each function returns one, and arguments beside the input for each of its calls.
+
+Made = tuple[nn.Module, list[dict[str, Any]]]
 
 
 class MLP(nn.Module):
@@ -452,53 +395,18 @@ def mlps() -> nn.Sequential:
     return nn.Sequential(MLP(), MLP()).double()
 
 
-def beside_eager(module: Callable[[], nn.Module], name: str, seed: int, cost: Cost) -> tuple[list[bool], list[Result]]:
-    """Whether results and gradients of a compiled module are the eager ones bit for bit; its schedules."""
-    torch._dynamo.reset()
-    counters.clear()
-    results: list[Result] = []
-    eager, module_ = module(), module()
-    expected = step(eager, eager, *data(seed))
-    got = step(torch.compile(module_, backend=backend(name, cost=cost, on_result=results.append)), module_, *data(seed))
-    return [torch.equal(x, y) for x, y in zip(got, expected, strict=True)], results
-
-
-def collectives(result: Result) -> list[str]:
-    nodes = [result.timeline.dag.nodes[i] for i in result.timeline.order.tolist()]
-    return [re.sub(r"_\d+$", "", node.name) for node in nodes if node.kind == Kind.START]
-
-
-def tensor_parallel(rank: int, mesh: DeviceMesh) -> tuple[list[bool], list[list[str]], float]:
-    plan = {f"{i}.{name}": style() for i in range(2) for name, style in (("up", Colwise), ("down", Rowwise))}
-    equal, results = beside_eager(lambda: parallelize_module(mlps(), mesh, plan), "aot_eager", 0, Cost())
-    backward = results[1]
-    return equal, list(map(collectives, results)), backward.timeline.exposed_ms / backward.before.exposed_ms
-
-
-def test_tensor_parallel_module(gloo_pool: GlooPool) -> None:
+def tensor_parallel(mesh: DeviceMesh) -> Made:
     """By DTensor: its collectives are nodes of the graph; gradients of weights hide those of inputs."""
-    for equal, starts, left in gloo_pool.run(2, tensor_parallel, mesh_dim_names=("tp",)):
-        assert all(equal)
-        assert starts == [["all_reduce"] * 2] * 2
-        assert left < 0.6
+    plan = {f"{i}.{name}": style() for i in range(2) for name, style in (("up", Colwise), ("down", Rowwise))}
+    return parallelize_module(mlps(), mesh, plan), [{}]
 
 
-def fully_sharded(rank: int, mesh: DeviceMesh) -> tuple[list[bool], int, int]:
-    def module() -> nn.Module:
-        made = mlps()
-        for layer in made:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(made, mesh=mesh)
-
-    equal, results = beside_eager(module, "aot_eager", rank, Cost())
-    return equal, len(results), counters["stats"]["unique_graphs"]
-
-
-def test_fsdp2_communicates_outside_of_the_graphs(gloo_pool: GlooPool) -> None:
-    """Its hooks break the graph and run uncompiled: what is between them compiles, and has no collectives."""
-    for equal, scheduled, graphs in gloo_pool.run(2, fully_sharded, mesh_dim_names=("dp",)):
-        assert all(equal)
-        assert scheduled == 0 < graphs
+def fully_sharded(mesh: DeviceMesh) -> Made:
+    """FSDP2's hooks break the graph and run uncompiled: what is between them compiles, and has no collectives."""
+    made = mlps()
+    for layer in made:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(made, mesh=mesh), [{}]
 
 
 class Replicated(nn.Module):
@@ -508,30 +416,18 @@ class Replicated(nn.Module):
         return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
-def sharded_by_dtensor(rank: int, mesh: DeviceMesh) -> tuple[list[bool], list[tuple[int, int]], list[float]]:
-    def module() -> nn.Module:
-        made = mlps()
-        for layer in made.modules():
-            if isinstance(layer, nn.Linear):
-                layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)]))
-                nn.utils.parametrize.register_parametrization(layer, "weight", Replicated(), unsafe=True)
-        return made
-
-    equal, results = beside_eager(module, "aot_eager", rank, Cost())
-    launches = [(len(r.before.dag.starts), len(r.timeline.dag.starts)) for r in results]
-    return equal, launches, [r.timeline.makespan / r.before.makespan for r in results]
-
-
-def test_parameters_sharded_by_dtensor(gloo_pool: GlooPool) -> None:
-    """As torchtitan shards them for compiled models: the same traffic as FSDP2, in the graph."""
-    for equal, launches, gains in gloo_pool.run(2, sharded_by_dtensor, mesh_dim_names=("dp",)):
-        assert all(equal)
-        assert all(after < before == 4 for before, after in launches)
-        assert max(gains) < 0.9
+def sharded_by_dtensor(mesh: DeviceMesh) -> Made:
+    """As torchtitan shards parameters for compiled models: the same traffic as FSDP2, in the graph."""
+    made = mlps()
+    for layer in made.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [Shard(0)]))
+            nn.utils.parametrize.register_parametrization(layer, "weight", Replicated(), unsafe=True)
+    return made, [{}]
 
 
 class Attention(nn.Module):
-    """Projections of a rank's tokens ``[B, S, D]`` around attention to all tokens."""
+    """Projections of a rank's tokens ``[S, D]`` around attention to all tokens."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -540,36 +436,16 @@ class Attention(nn.Module):
         self.mesh = mesh
 
     def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
-        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(0, 1)[None] for f in (self.q, self.k, self.v))
         attended = spanwise.context_parallel_attention(q, k, v, plan, self.mesh)
-        return x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.out(attended[0].transpose(0, 1).flatten(1))
 
 
-def context_parallel(rank: int, mesh: DeviceMesh) -> tuple[float, list[list[str]]]:
-    """A step for each of two plans by one compiled module: largest relative error, collectives of each schedule."""
-    torch._dynamo.reset()
-    results: list[Result] = []
-    module = Attention(mesh)
-    use = backend("aot_eager", cost=Cost(), on_result=results.append)
-    run = torch.compile(module, backend=use, fullgraph=True)
-    errors = []
-    for cut in (20, 33):
-        plan = spanwise.make_plan(SpanMask.documents([0, cut, 64]), mesh.size(), exchange="needed", block_size=4)
-        whole = torch.randn(1, 64, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(cut))
-        x = spanwise.shard(plan, mesh, whole, dim=1).requires_grad_()
-        grad = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(rank))
-        got, expected = (
-            step(functools.partial(attend, plan=plan.local(mesh)), module, x, grad) for attend in (run, module)
-        )
-        errors += [relative_error(a, b) for a, b in zip(got, expected, strict=True)]
-    return max(errors), list(map(collectives, results))
-
-
-def test_context_parallel_exchange_is_scheduled(gloo_pool: GlooPool) -> None:
+def context_parallel(mesh: DeviceMesh) -> Made:
     """How many tokens travel is open in the graph, and the same graph serves every plan."""
-    for error, starts in gloo_pool.run(2, context_parallel):
-        assert error < 1e-12
-        assert starts == [["all_to_all_single"]] * 2
+    masks = [SpanMask.documents([0, cut, BATCH * mesh.size()]) for cut in (6, 11)]
+    plans = [spanwise.make_plan(mask, mesh.size(), exchange="needed", block_size=4) for mask in masks]
+    return Attention(mesh), [{"plan": plan.local(mesh)} for plan in plans]
 
 
 class Experts(nn.Module):
@@ -589,24 +465,60 @@ class Experts(nn.Module):
         return back + self.shared(x)
 
 
-def by_experts(rank: int, mesh: DeviceMesh) -> tuple[list[bool], int, list[list[str]]]:
+def by_experts(mesh: DeviceMesh) -> Made:
+    """Tokens that come back are as many as were sent, which is known of tensors, and not of what is taken for them."""
+    rank, rows = mesh.get_local_rank(), ([[3, 5], [2, 6]], [[8, 0], [1, 7]])  # from rank to rank
+    return Experts(mesh), [{"counts": torch.tensor([of[rank], [of[0][rank], of[1][rank]]])} for of in rows]
+
+
+def beside_eager(rank: int, mesh: DeviceMesh, make: Callable[[DeviceMesh], Made]) -> dict[str, Any]:
+    """A compiled module and the same uncompiled: errors of results and gradients, and schedules."""
     torch._dynamo.reset()
     counters.clear()
     results: list[Result] = []
-    module = Experts(mesh)
-    run = torch.compile(module, backend=backend("aot_eager", cost=Cost(), on_result=results.append), fullgraph=True)
-    equal = []
-    for of_ranks in ([[3, 5], [2, 6]], [[8, 0], [1, 7]]):  # rows from rank to rank
-        counts = torch.tensor([of_ranks[rank], [of_ranks[0][rank], of_ranks[1][rank]]])
+    (module, calls), (eager, _) = make(mesh), make(mesh)
+    run = torch.compile(module, backend=backend("aot_eager", cost=Cost(), on_result=results.append))
+    seed, errors = 0 if make is tensor_parallel else rank, []
+    for more in calls:
         with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            got = step(functools.partial(run, counts=counts), module, *data(rank))
-        expected = step(functools.partial(module, counts=counts), module, *data(rank))
-        equal += [torch.equal(x, y) for x, y in zip(got, expected, strict=True)]
-    return equal, counters["stats"]["unique_graphs"], list(map(collectives, results))
+            got = step(functools.partial(run, **more), module, *data(seed))
+        expected = step(functools.partial(eager, **more), eager, *data(seed))
+        errors += [relative_error(a, b) for a, b in zip(got, expected, strict=True)]
+    return {
+        "error": max(errors),
+        "starts": [[re.sub(r"_\d+$", "", name) for name in starts(result)] for result in results],
+        "launches": [len(result.before.dag.starts) for result in results],
+        "gain": max((r.timeline.makespan / r.before.makespan for r in results), default=0.0),
+        "graphs": counters["stats"]["unique_graphs"],
+    }
 
 
-def test_experts_whose_tokens_are_counted_while_they_run(gloo_pool: GlooPool) -> None:
-    """Tokens that come back are as many as were sent, which is known of tensors, and not of what is taken for them."""
-    for equal, graphs, starts in gloo_pool.run(2, by_experts):
-        assert all(equal) and graphs == 1
-        assert starts == [["all_to_all_single"] * 2] * 2
+def starts(result: Result) -> list[str]:
+    nodes = [result.timeline.dag.nodes[i] for i in result.timeline.order.tolist()]
+    return [node.name for node in nodes if node.kind == Kind.START]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "kinds", "gain"),
+    [
+        (tensor_parallel, 0.0, ["all_reduce"] * 2, 1.0),
+        (fully_sharded, 0.0, None, 1.0),
+        (sharded_by_dtensor, 0.0, None, 0.9),
+        (context_parallel, 1e-12, ["all_to_all_single"], 1.0),
+        (by_experts, 0.0, ["all_to_all_single"] * 2, 1.0),
+    ],
+)
+def test_modules_and_their_gradients(
+    gloo_pool: GlooPool, make: Callable[[DeviceMesh], Made], error: float, kinds: list[str] | None, gain: float
+) -> None:
+    for answer in gloo_pool.run(2, beside_eager, make):
+        assert answer["error"] <= error and answer["gain"] <= gain, answer
+        if kinds is not None:
+            assert answer["starts"] == [kinds] * 2, answer
+        if make is fully_sharded:
+            assert answer["starts"] == [] and answer["graphs"] > 0
+        else:
+            assert answer["graphs"] == 1
+        if make is sharded_by_dtensor:
+            launches = zip(answer["launches"], answer["starts"], strict=True)
+            assert all(len(after) < before == 4 for before, after in launches)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -108,47 +107,31 @@ def test_collectives_run_on_their_own_groups(gloo_pool: GlooPool) -> None:
     assert 0 < merged <= separate
 
 
-def one_is_broken(rank: int, mesh: DeviceMesh, folder: str) -> str:
-    path = Path(folder) / f"{rank}.json"
+def told_by_one(rank: int, mesh: DeviceMesh, folder: str) -> list[Any]:
+    """What ranks say where rank 1 has a broken file, a time that is none, and a collective more."""
+    name, path, clock, said = _torch.group_name(mesh.get_group()), Path(folder) / f"{rank}.json", Clock(rank), []
     if rank == 1:
         path.write_text("nonsense")
-    clock = Clock(rank)
-    try:
-        measure(step(_torch.group_name(mesh.get_group()), 2), cache=path, timer=clock)
-    except ValueError as error:
-        return f"{clock.calls} {error}"
-    return "no error"
 
+    def broken(node: fx.Node, call: Callable[[], Any]) -> float:
+        return float("nan") if rank == 1 and node.name == "mm" else 1.0
 
-def one_measures_nothing(rank: int, mesh: DeviceMesh) -> str:
-    gm = step(_torch.group_name(mesh.get_group()), 2)
-    try:
-        measure(gm, timer=lambda node, call: float("nan") if rank == 1 and node.name == "mm" else 1.0)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    gm, more = step(name, 2), step(name, 2, more=rank == 1)
+    for options in ({"cache": path, "timer": clock}, {"timer": broken}):
+        with pytest.raises(ValueError) as caught:
+            measure(gm, **options)
+        said.append(str(caught.value))
+    measured = measure(more, fallback=CostModel(CPU_HOST), timer=Clock(rank))
+    with pytest.raises(ValueError) as caught:
+        measure(more, timer=Clock(rank))
+    return [clock.calls, *said, told(measured)[:1], dict(measured.left_out), str(caught.value)]
 
 
 def test_an_error_of_one_rank_is_an_error_of_all(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    first, second = gloo_pool.run(2, one_is_broken, str(tmp_path))
-    assert first == second and first.startswith("0 rank 1: ") and "1.json is not a file of measured costs" in first
-    first, second = gloo_pool.run(2, one_measures_nothing)
-    assert first == second == "node 'mm': rank 1: it was measured to take nan ms"
-
-
-def one_has_more(rank: int, mesh: DeviceMesh) -> Any:
-    gm = step(_torch.group_name(mesh.get_group()), 2, more=rank == 1)
-    dist.barrier()
-    measured = measure(gm, fallback=CostModel(CPU_HOST), timer=Clock(rank))
-    try:
-        measure(gm, timer=Clock(rank))
-    except ValueError as error:
-        return told(measured)[:1], dict(measured.left_out), str(error)
-    return "no error"
-
-
-def test_what_only_one_rank_would_run_is_not_run(gloo_pool: GlooPool) -> None:
-    (table, left_out, error), (other, also, other_error) = gloo_pool.run(2, one_has_more)
-    assert table == other and not left_out
-    assert also == {"all_reduce": "not all ranks of its group have it alike"}
-    assert "node 'all_reduce': it cannot be measured" in other_error and "node 'all_reduce'" in error
+    first, second = gloo_pool.run(2, told_by_one, str(tmp_path))
+    assert first[:4] == second[:4] and first[0] == 0
+    assert first[1].startswith("rank 1: ") and "1.json is not a file of measured costs" in first[1]
+    assert first[2] == "node 'mm': rank 1: it was measured to take nan ms"
+    # What only one rank would run is not run.
+    assert (first[4], second[4]) == ({}, {"all_reduce": "not all ranks of its group have it alike"})
+    assert all("node 'all_reduce': it cannot be measured" in of[5] for of in (first, second))

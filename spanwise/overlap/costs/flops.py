@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -108,57 +107,33 @@ def _is_counted(op: _torch.OpOverload) -> bool:
 
 
 def _composite_flops(node: fx.Node) -> float:
-    if traits(node).role is not Role.COMPUTE:  # views; and communication must not run
+    """FLOPs that torch counts while an operator runs on meta tensors; 0 if it fails, as ones that read contents do."""
+    known = traits(node)
+    if known.role is not Role.COMPUTE or known.is_alias:  # views and casts; and communication must not run
         return 0.0
-    try:
-        return _flops_when_run(node.target, _described(node.args), _described(node.kwargs))
-    except TypeError:  # symbolic sizes have no hash, unstrided tensors no layout
-        return 0.0
-
-
-def _value(arg: Any) -> Any:
-    if not isinstance(arg, fx.Node):
-        return arg
-    return attribute(arg) if arg.op == "get_attr" and "val" not in arg.meta else arg.meta.get("val")
-
-
-class _Layout(NamedTuple):
-    """A tensor without its contents and its device."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _described(value: Any) -> Hashable:
-    """Arguments with layouts for tensors; dictionaries as tuples of their items."""
-    value = _value(value)
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            raise TypeError(f"{value.layout} has no strides")
-        return _Layout(tuple(value.shape), value.stride(), value.dtype)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    if isinstance(value, dict):
-        return tuple((name, _described(item)) for name, item in value.items())
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
-@functools.lru_cache(maxsize=1024)
-def _flops_when_run(op: Any, args: Any, kwargs: Any) -> float:
-    """FLOPs that torch counts while `op` runs on meta tensors; 0 if it fails, as operators that read contents do."""
-
-    def made(value: Any) -> Any:
-        if isinstance(value, _Layout):
-            return torch.empty_strided(*value[:2], dtype=value.dtype, device="meta")
-        return [made(item) for item in value] if isinstance(value, tuple) else value
-
+    args, kwargs = _torch.tree_map(_on_meta, fx.node.map_arg((node.args, dict(node.kwargs)), _value))
     try:
         with _torch.without_modes(), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            op(*made(args), **{name: made(value) for name, value in kwargs})
+            node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception:  # an operator may raise anything
         return 0.0
     return float(counter.get_total_flops())
+
+
+def _value(arg: fx.Node) -> Any:
+    return attribute(arg) if arg.op == "get_attr" and "val" not in arg.meta else arg.meta.get("val")
+
+
+def _on_meta(value: Any) -> Any:
+    """A tensor without contents in place of one; None, with which operators fail, for one of symbolic sizes."""
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout is not torch.strided or any(type(n) is not int for n in (*value.shape, *value.stride())):
+        return None
+    with _torch.without_modes():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _spans_are_known(node: fx.Node) -> bool:

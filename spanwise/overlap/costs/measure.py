@@ -82,11 +82,10 @@ class Measured:
             return 0.0
         ms = self._known([node])
         if ms is None:
-            if self.fallback is None:
-                raise GraphError(
-                    node.name, f"it was not measured ({calls(node)[0].signature()}), and there is no fallback"
-                )
-            return self.fallback(node)
+            if self.fallback is not None:
+                return self.fallback(node)
+            text = f"it was not measured ({calls(node)[0].signature()}), and there is no fallback"
+            raise GraphError(node.name, text)
         if self.fuse and traits(node).pointwise:
             apart = node_bytes(node, fuse=False)
             ms *= node_bytes(node) / apart if apart else 1.0
@@ -98,12 +97,8 @@ class Measured:
         The latency of a kind of collective over a group was measured with one element of each rank.
         """
         ms = self._known(nodes)
-        if ms is not None:
-            return ms
-        of_fallback = getattr(self.fallback, "merged", None)
-        if of_fallback is not None:
-            return float(of_fallback(nodes))
-        return math.fsum(map(self, nodes))
+        of_fallback = getattr(self.fallback, "merged", lambda nodes: math.fsum(map(self, nodes)))
+        return float(of_fallback(nodes)) if ms is None else ms
 
     def link(self, group: str) -> tuple[str, bool]:
         """What a group's collectives may share with those of others, and whether they do, as `fallback` says."""
@@ -218,43 +213,42 @@ def measure(
         group = dist.group.WORLD
     if where == torch.device("cuda"):
         where = torch.device("cuda", torch.cuda.current_device())
-    alone = group is None or _torch.is_simulated(group)
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
-    prefixes, on_file = _prefixes(where, group), {}
+    name_on_file, shared = _names(where, group), None if group is None or _torch.is_simulated(group) else group
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
+    on_file: dict[str, float] = {}
     error: tuple[str, str] | None = None
     try:  # if one rank raised here, the others would wait for it
         jobs, left_out = _jobs(graphs, known_ranks)
         if fallback is None and left_out:
             name, reason = next(iter(left_out.items()))
             error = name, f"it cannot be measured: {reason}; pass fallback="
-        on_file = _read(cache, prefixes) if cache is not None else {}
+        on_file = {} if cache is None else _load(cache)
     except (OSError, ValueError) as refused:
         error = "", str(refused)
-    own = {key: (on_file.get(key), job.ranks, job.node.name) for key, job in jobs.items()}
-    of_ranks = _exchange(None if alone else group, error, own)
+    own = {key: (on_file.get(name_on_file(key)), job.ranks, job.node.name) for key, job in jobs.items()}
+    of_ranks = _exchange(shared, error, own)
     table = _largest([{key: ms for key, (ms, *_) in keys.items()} for keys in of_ranks])
     held = Counter((key, members) for keys in of_ranks for key, (_, members, _) in keys.items())
-    missing = [(key, name) for keys in of_ranks for key, (_, _, name) in keys.items() if key not in table]
+    missing = {key: name for keys in of_ranks for key, (_, _, name) in keys.items() if key not in table}
     timed: dict[str, float | None] = {}
     if missing:
         clock = timer or (lambda node, call: milliseconds(call, where, repeats, once=node.target in STARTS))
-        todo = {key: job for key, job in jobs.items() if key not in table and held[key, job.ranks] >= len(job.ranks)}
-        timed, refused_by_torch, error = _time(todo, where, clock)
-        table = _largest([table, *_exchange(None if alone else group, error, timed)])
-        for key, job in jobs.items():
-            if key not in table and not key.startswith(_LATENCY):
-                reason = refused_by_torch.get(key, "not all ranks of its group have it alike")
-                left_out.setdefault(job.node.name, reason)
-        if fallback is None:
-            for key, name in missing:
-                if key not in table and not key.startswith(_LATENCY):
-                    text = f"it cannot be measured: {left_out.get(name, 'another rank could not')}; pass fallback="
-                    raise GraphError(name, text)
-    if cache is not None and any(on_file.get(key) != ms for key, ms in table.items()):
+        todo = {key: job for key, job in jobs.items() if key in missing and held[key, job.ranks] >= len(job.ranks)}
+        timed, refusals, error = _time(todo, where, clock)
+        table = _largest([table, *_exchange(shared, error, timed)])
+        for key, name in missing.items():
+            if key in table or key.startswith(_LATENCY):
+                continue
+            reason = refusals.get(key, "not all ranks of its group have it alike")
+            if key in jobs:
+                left_out.setdefault(jobs[key].node.name, reason)
+            if fallback is None:
+                raise GraphError(name, f"it cannot be measured: {reason}; pass fallback=")
+    if cache is not None and any(on_file.get(name_on_file(key)) != ms for key, ms in table.items()):
         try:
-            _write(cache, prefixes, table)
+            _write(cache, {name_on_file(key): ms for key, ms in table.items()})
         except (OSError, ValueError) as failed:  # go on like the other ranks
             warnings.warn(f"measured costs were not written to {os.fspath(cache)}: {failed}", stacklevel=2)
     model = None if fallback is None else as_cost(fallback)
@@ -343,14 +337,12 @@ def _largest(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     return dict(sorted(found.items()))
 
 
-def _prefixes(device: torch.device, group: dist.ProcessGroup | None) -> dict[bool, str]:
-    """What stands before keys in a file, for operators (False) and collectives (True).
-
-    Times of collectives are of this host only, because networks have no names.
-    """
+def _names(device: torch.device, group: dist.ProcessGroup | None) -> Callable[[str], str]:
+    """The name of a key in a file. Times of collectives are of this host only, because networks have no names."""
     operators = name_of(device)
     size, backend = (1, "") if group is None else (group.size(), f", {dist.get_backend_config(group)}")
-    return {False: f"{operators}: ", True: f"{operators}, {size} ranks, {socket.gethostname()}{backend}: "}
+    collectives = f"{operators}, {size} ranks, {socket.gethostname()}{backend}"
+    return lambda key: f"{collectives if _OVER in key else operators}: {key}"
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, float]:
@@ -370,17 +362,10 @@ def _load(path: str | os.PathLike[str]) -> dict[str, float]:
     return content
 
 
-def _read(path: str | os.PathLike[str], prefixes: Mapping[bool, str]) -> dict[str, float]:
-    """The times of a file that are of this device and these ranks, by key."""
-    known = _load(path)
-    return {key[len(prefix) :]: known[key] for prefix in prefixes.values() for key in known if key.startswith(prefix)}
-
-
-def _write(path: str | os.PathLike[str], prefixes: Mapping[bool, str], table: Mapping[str, float]) -> None:
+def _write(path: str | os.PathLike[str], times: Mapping[str, float]) -> None:
     """Add to the file; of several writers at once, the last one's whole file stays."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    everything = _load(target) | {prefixes[_OVER in key] + key: ms for key, ms in table.items()}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
-        json.dump(everything, file, indent=1, sort_keys=True)
+        json.dump(_load(target) | dict(times), file, indent=1, sort_keys=True)
     os.replace(file.name, target)

@@ -8,11 +8,10 @@ between 0.1 and 1: no NaN from a logarithm, nothing denormal. Integers are valid
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
-import platform
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -227,20 +226,12 @@ def _on_cuda(call: Callable[[], Any], device: torch.device, repeats: int) -> flo
 
 
 def name_of(device: torch.device) -> str:
-    """Name of the device with all that operators' times depend on: CPU threads, torch's version."""
+    """Name of the device with all that operators' times depend on: the host of a CPU, its threads, torch's version."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{device.type} {_processor()}, {torch.get_num_threads()} threads"
+        name = f"{device.type} of {socket.gethostname()}, {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}"
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def device_of(*graphs: fx.GraphModule) -> torch.device:

@@ -2,7 +2,7 @@
 
     Captured, order, members ─► emit ─► the same graph, in that order
 
-All checks come first; then nodes move. Inputs stay in front in their own order, the output stays at the end. A bucket
+Inputs stay in front in their own order, the output stays at the end. A bucket
 becomes one coalesced collective of torch: nothing is copied in or out, and every tensor keeps its dtype, shape, bits
 and wait. `bucket_keys` says which collectives may share a bucket, because that depends on the operator.
 """
@@ -16,9 +16,9 @@ from typing import Any
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.dag import Dag, GraphError, Kind
+from spanwise.overlap.dag import Kind
 from spanwise.overlap.fx.graph import Captured
-from spanwise.overlap.fx.operators import COALESCED, WAIT, Role, arguments, group_of, nodes_in, tensors_of, traits
+from spanwise.overlap.fx.operators import COALESCED, WAIT, Role, group_of, named_arguments, nodes_in, tensors_of, traits
 
 _ops = _torch.functional_collectives
 _TOGETHER = {one: several for several, one in COALESCED.items()}
@@ -63,9 +63,8 @@ def _key(node: fx.Node) -> Hashable | None:
 
 def _given(node: fx.Node) -> dict[str, Any]:
     """Arguments by name, in the schema's order."""
-    known = traits(node)
-    given = dict(arguments(node, known))
-    return {name: given[name] for name in known.names}
+    given = named_arguments(node)
+    return {name: given[name] for name in traits(node).names}
 
 
 def merge_waits(graph: fx.Graph) -> None:
@@ -115,64 +114,23 @@ def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[in
             default: every node alone.
 
     Raises:
-        GraphError: the order breaks a dependency, or members of a bucket cannot be merged.
-        ValueError: a node is missing or there twice, or the graph has changed since it was captured.
+        GraphError: the order breaks a dependency.
+        ValueError: a node is missing or there twice.
     """
     if not captured.nodes:
         return
     if members is None:
         members = [(i,) for i in range(len(captured.dag))]
+    captured.dag.check_order([i for at in order for i in members[at]])
     graph = captured.nodes[0].graph
-    output = _output_of(captured, graph)
-    _check_members(captured, members)
-    _check_order(captured.dag, order, members)
+    outputs = graph.find_nodes(op="output")
     nodes = list(captured.inputs)
     for at in order:
         of_unit = [captured.nodes[i] for i in members[at]]
         if len(of_unit) > 1 and captured.dag.nodes[members[at][0]].kind == Kind.START:
             of_unit = _coalesced(graph, of_unit)
         nodes += of_unit
-    _place(graph, _with_items(nodes) + output)
-
-
-def _check_members(captured: Captured, members: Sequence[Sequence[int]]) -> None:
-    dag = captured.dag
-    if sorted(i for unit in members for i in unit) != list(range(len(dag))) or not all(members):
-        raise ValueError(f"members must have each of {len(dag)} nodes once")
-    buckets = [unit for unit in members if len(unit) > 1]
-    keys = bucket_keys(captured) if buckets else []
-    kinds = [{dag.nodes[i].kind for i in unit} for unit in buckets]
-    of_starts = {frozenset(unit) for unit, of in zip(buckets, kinds, strict=True) if of == {Kind.START}}
-    of_waits = {frozenset(dag.nodes[i].start for i in unit) for unit in buckets}  # the starts that these wait for
-    for unit, of in zip(buckets, kinds, strict=True):
-        found = {keys[i] for i in unit}
-        starts = of == {Kind.START} and None not in found and len(found) == 1 and frozenset(unit) in of_waits
-        waits = of == {Kind.WAIT} and frozenset(dag.nodes[i].start for i in unit) in of_starts
-        if not starts and not waits:
-            names, facts = [dag.nodes[i].name for i in unit], sorted(map(str, found))
-            text = f"it cannot be merged with {names[1:]}: only starts of equal bucket keys can be, and their waits"
-            raise GraphError(names[0], f"{text}; the keys are {facts}")
-
-
-def _check_order(dag: Dag, order: Sequence[int], members: Sequence[Sequence[int]]) -> None:
-    if sorted(order) != list(range(len(members))):
-        raise ValueError(f"an order of {len(members)} nodes has each of them once, got {len(order)} numbers")
-    dag.check_order([i for at in order for i in members[at]])
-    for unit in members:
-        for i in unit if len(unit) > 1 else ():
-            if found := set(unit).intersection(dag.nodes[i].deps):
-                text = f"it is merged with {dag.nodes[found.pop()].name!r}, on which it depends"
-                raise GraphError(dag.nodes[i].name, text)
-
-
-def _output_of(captured: Captured, graph: fx.Graph) -> list[fx.Node]:
-    """The output node, if any; ``ValueError`` if other nodes were added or erased since the capture."""
-    known = {*captured.inputs, *captured.nodes}
-    rest = [node for node in graph.nodes if node not in known]
-    if len(graph.nodes) != len(known) + len(rest) or any(node.op != "output" for node in rest):
-        names = [node.name for node in rest if node.op != "output"]
-        raise ValueError(f"the graph has changed since it was captured: {names or 'nodes are gone'}")
-    return rest
+    _place(graph, [*_with_items(nodes), *outputs])
 
 
 def _coalesced(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:

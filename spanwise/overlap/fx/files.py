@@ -2,25 +2,22 @@
 
     torch.compile backend | capture ─► save_graphs ─► file ─► load_graphs ─► optimize
 
-A file is a numpy archive of JSON (torch's version, graphs, groups), pickled graphs, and the spans of attention
-(``meta["known"]``), by which attention is priced. torch's graph pickler writes the graphs as for its caches:
-``meta["val"]`` keeps sizes, strides, dtypes and aliases, but no tensor data. Programs of ``torch.export`` can be loaded
-as well.
+A file is a ``torch.save`` of groups, pickled graphs, and the spans of attention (``meta["known"]``), by which attention
+is priced. torch's graph pickler writes the graphs as for its caches: ``meta["val"]`` keeps sizes, strides, dtypes and
+aliases, but no tensor data. Programs of ``torch.export`` can be loaded as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
-import json
 import os
-import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import fx
@@ -79,30 +76,24 @@ def save_graphs(
     {'0': 'dp'}
     """
     if not isinstance(graphs, Mapping) or not all(isinstance(gm, fx.GraphModule) for gm in graphs.values()):
-        given = graphs.values() if isinstance(graphs, Mapping) else [graphs]
-        kinds = ", ".join(sorted({type(gm).__name__ for gm in given}))
-        raise ValueError(f'graphs must be a mapping from names to fx.GraphModule, as in {{"forward": gm}}, got {kinds}')
+        raise ValueError(f'graphs must be a mapping from names to fx.GraphModule, as {{"forward": gm}}, got {graphs!r}')
     if not graphs:
         raise ValueError("there is no graph to save")
     known = {name: [int(rank) for rank in members] for name, members in (ranks or {}).items()}
-    contents: dict[str, np.ndarray] = {}
+    pickles: dict[str, bytes] = {}
+    spans: dict[str, dict[str, torch.Tensor]] = {}
     for name, gm in graphs.items():
-        for group in sorted({operators.group_of(n) for n in gm.graph.nodes if n.target in operators.STARTS}):
-            if group not in known and dist.is_initialized():
-                try:
-                    known[group] = dist.get_process_group_ranks(_torch.find_group(group))
-                except (RuntimeError, ValueError, KeyError):
-                    continue  # a group of another process: the loader must pass its ranks
+        for group in {operators.group_of(n) for n in gm.graph.nodes if n.target in operators.STARTS} - set(known):
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):  # a group of another process
+                known[group] = dist.get_process_group_ranks(_torch.find_group(group))
         try:
-            contents[f"graph {name}"] = np.frombuffer(_torch.dump_graph(gm, ("val", "custom")), np.uint8)
+            pickles[name] = zlib.compress(_torch.dump_graph(gm, ("val", "custom")))
         except Exception as error:  # pickling may raise anything
             raise ValueError(f"graph {name!r} cannot be saved: {type(error).__name__}: {error}") from error
-        for node in gm.graph.nodes:
-            if isinstance(node.meta.get("known"), torch.Tensor):
-                contents[f"known {name} {node.name}"] = node.meta["known"].detach().cpu().numpy()
-    head = {"torch": torch.__version__, "graphs": list(graphs), "ranks": known, "labels": dict(labels or {})}
-    with Path(path).open("wb") as file:
-        np.savez_compressed(file, **{_HEAD: np.array(json.dumps(head)), **contents})  # type: ignore[arg-type]
+        spans[name] = {n.name: n.meta["known"].detach().cpu() for n in gm.graph.nodes if "known" in n.meta}
+    head = {"ranks": known, "labels": dict(labels or {})}
+    with Path(path).open("wb") as file:  # torch.save refuses some names of paths
+        torch.save({_HEAD: head, "graphs": pickles, "known": spans}, file)
 
 
 def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
@@ -118,24 +109,29 @@ def load_graphs(path: str | os.PathLike[str]) -> SavedGraphs:
         ValueError: the file is neither; a graph calls an operator that is not registered in this process (import its
             module first); or another version of torch wrote it and this one cannot read it.
     """
-    path = Path(path)
-    data = path.read_bytes()
+    data = Path(path).read_bytes()
     try:
         names = {Path(name).name for name in zipfile.ZipFile(io.BytesIO(data)).namelist()}
-    except zipfile.BadZipFile:
-        names = set()
-    if f"{_HEAD}.npy" in names:
-        return _load_own(path, data)
-    if names & _OF_PROGRAMS:  # torch's loader warns about other files
-        try:
-            program = torch.export.load(io.BytesIO(data))  # a path without .pt2 warns
-        except Exception as error:  # for example another version of torch
-            raise ValueError(f"{path} is no program of torch.export: {type(error).__name__}: {error}") from error
-        return SavedGraphs({"graph": program.graph_module}, {}, {})
-    raise ValueError(
-        f"{path} holds no graphs, or is damaged: save them with spanwise.overlap.save_graphs, or a program with "
-        f"torch.export.save"
-    )
+        if names & _OF_PROGRAMS:  # torch's loader warns about other files
+            return SavedGraphs({"graph": torch.export.load(io.BytesIO(data)).graph_module}, {}, {})
+        contents = torch.load(io.BytesIO(data), weights_only=True)
+        if not isinstance(contents, dict) or _HEAD not in contents:
+            raise ValueError("it has no graphs")
+        graphs = {name: _torch.load_graph(zlib.decompress(of)) for name, of in contents["graphs"].items()}
+    except Exception as error:  # a damaged file, another version of torch, an unknown operator or class
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(
+            f"{os.fspath(path)} holds no graphs that torch {torch.__version__} can read ({why}): save them with "
+            f"spanwise.overlap.save_graphs, or a program with torch.export.save, and import the modules that define "
+            f"their operators before you load"
+        ) from error
+    for name, of_nodes in contents["known"].items():
+        for node in graphs[name].graph.nodes:
+            if node.name in of_nodes:
+                node.meta["known"] = of_nodes[node.name]
+    head = contents[_HEAD]
+    ranks = {name: tuple(members) for name, members in head["ranks"].items()}
+    return SavedGraphs(graphs, ranks, head["labels"])
 
 
 def group_sizes(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[int, str]]:
@@ -154,39 +150,3 @@ def group_sizes(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[int, str]]:
                 if isinstance(size, int):
                     sizes.setdefault(size, node.name)
     return found
-
-
-def _load_own(path: Path, data: bytes) -> SavedGraphs:
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-            contents = dict(archive)
-        head = json.loads(str(contents[_HEAD]))
-        written, labels = head["torch"], head["labels"]
-        blobs = {name: contents[f"graph {name}"].tobytes() for name in head["graphs"]}
-        ranks = {name: tuple(members) for name, members in head["ranks"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    graphs = {}
-    for name, blob in blobs.items():
-        try:
-            graphs[name] = _torch.load_graph(blob)
-        except Exception as error:  # an unknown operator or class may raise anything
-            text = f"of torch {written} cannot be read by torch {torch.__version__}: {type(error).__name__}: {error}"
-            raise ValueError(f"{path}: graph {name!r} {_unknown_operator(error) or text}") from error
-        for node in graphs[name].graph.nodes:
-            if (known := contents.get(f"known {name} {node.name}")) is not None:
-                node.meta["known"] = torch.from_numpy(known)
-    return SavedGraphs(graphs, ranks, labels)
-
-
-def _unknown_operator(error: Exception) -> str:
-    """The operator that is not registered in this process, and the remedy; "" for other errors."""
-    found = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
-    if not found:
-        return ""
-    namespace, operator = found.groups()
-    module = "spanwise" if namespace == "spanwise" else "the module that defines it"
-    return (
-        f"calls {namespace}::{operator}, and no such operator of the namespace {namespace!r} is registered in this "
-        f"process: import {module} before you load the graphs"
-    )

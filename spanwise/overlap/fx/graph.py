@@ -230,6 +230,10 @@ class _Builder:
             made = [memory for _, places in found for memory in places]
             for memory in made:
                 memory.users.append(i)
+        if getattr(node.target, "overloadpacket", None) is torch.ops.aten.set_:  # two tensors share memory from now on
+            both = tuple(self._places(args))
+            for arg in (node, *args):
+                self.tensors[arg] = [(storage, both) for storage, _ in self.tensors[arg]]
         if kind == Kind.START:
             self.collectives[i] = _Collective(reads, made)
         if kind == Kind.START or known.communicates:

@@ -74,24 +74,15 @@ _EMPTY = frozenset(
 # Views whose schema does not say so.
 _UNSAFE_VIEWS = frozenset({_aten._unsafe_view.default})
 # Operators that write arguments of these names although their schema does not say so.
-_UNSAID_WRITES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                "aten::batch_norm",
-                "aten::batch_norm_gather_stats",
-                "aten::batch_norm_gather_stats_with_counts",
-                "aten::batch_norm_update_stats",
-                "aten::cudnn_batch_norm",
-                "aten::instance_norm",
-                "aten::miopen_batch_norm",
-                "aten::native_batch_norm",
-            ),
-            frozenset({"running_mean", "running_var"}),
-        ),
-        "fsdp::all_gather_copy_in": frozenset({"all_gather_output"}),
-    }
-)
+_STATISTICS = frozenset({"running_mean", "running_var"})
+_UNSAID_WRITES: Mapping[str, frozenset[str]] = MappingProxyType({
+    **dict.fromkeys((
+        "aten::_batch_norm_impl_index", "aten::batch_norm", "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm_update_stats", "aten::cudnn_batch_norm",
+        "aten::instance_norm", "aten::miopen_batch_norm", "aten::native_batch_norm",
+    ), _STATISTICS),
+    "fsdp::all_gather_copy_in": frozenset({"all_gather_output"}),
+})  # fmt: skip
 
 # Pointwise operators without torch's tag.
 _UNTAGGED = frozenset({

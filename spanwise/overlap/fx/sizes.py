@@ -37,11 +37,13 @@ def assumed(gm: fx.GraphModule, size: Sizes) -> Iterator[Callable[[fx.GraphModul
     if not storages:
         yield lambda other: None
         return
-    _check_symbols(tensors, size)
     num_bytes: dict[int, int] = {}
-    for t in tensors:
-        if (storage := storage_of(t)) in storages and storage is not None:
-            num_bytes[storage] = max(num_bytes.get(storage, 0), _extent(t, size))
+    try:
+        for t in tensors:
+            if (storage := storage_of(t)) in storages and storage is not None:
+                num_bytes[storage] = max(num_bytes.get(storage, 0), _extent(t, size))
+    except KeyError as missing:
+        raise ValueError(f"sizes has {size}, and the graph has {missing.args[0]} as well: give all of them") from None
     made: dict[int, torch.Tensor] = {}  # by the old storage
     before: dict[int, Any] = {}  # old values by the identity of the new ones
 
@@ -79,17 +81,6 @@ def check_sizes(size: Any) -> None:
     if wrong := {name: number for name, number in numbers.items() if type(number) is not int or number < 1}:
         given = wrong if isinstance(size, Mapping) else repr(size)
         raise ValueError(f'sizes must be whole numbers of at least 1, as 4096 or {{"s0": 4096}}, got {given}')
-
-
-def _check_symbols(tensors: list[torch.Tensor], size: Sizes) -> None:
-    if not isinstance(size, Mapping):
-        return
-    named: set[str] = set()
-    for tensor in tensors:
-        whole = tensor.untyped_storage().nbytes()
-        named.update(*map(_torch.symbols_of, (*tensor.shape, *tensor.stride(), tensor.storage_offset(), whole)))
-    if missing := sorted(named - set(size)):
-        raise ValueError(f"sizes has {dict(size)}, and the graph has {', '.join(missing)} as well: give all of them")
 
 
 def _replace_values(gm: fx.GraphModule, replace: Any) -> None:

@@ -1,6 +1,6 @@
 """Which nodes to cut, and into how many pieces: tried with the scheduler, so that all else is as in `optimize`.
 
-regions ─► all segments in 2, 4, 8 pieces ─► without one kind of segment after another ─► the shortest schedule
+regions ─► each in 2, 4, 8 pieces, while that helps ─► the shortest schedule
 """
 
 from __future__ import annotations
@@ -124,10 +124,9 @@ Optimizer = Callable[[fx.GraphModule, Cost, int | None], Any]
 
 
 class Trial(NamedTuple):
-    """A graph with the nodes of `cuts` in pieces, and the result for it."""
+    """A graph with a region in pieces, and the result for it."""
 
     region: Region
-    cuts: Mapping[str, Cut]
     pieces: int
     made: Made
     module: fx.GraphModule
@@ -166,28 +165,19 @@ class _Trials:
         self.best: Trial | None = None
 
     def region(self, region: Region) -> None:
-        """Try more and more pieces while that helps, then without each kind of segment."""
-        kinds, last, pieces = set(region.segments), math.inf, PIECES[0]
-        for number in PIECES:
-            found = self.trial(region, kinds, number) if number <= region.tokens else math.inf
+        """Try more and more pieces while that helps."""
+        last = math.inf
+        for pieces in PIECES:
+            found = self.trial(region, pieces) if pieces <= region.tokens else math.inf
             if found >= last:
                 break
-            last, pieces = found, number
-        for kind in sorted(kinds):
-            before = self.best
-            if len(kinds) > 1:
-                self.trial(region, kinds - {kind}, pieces)
-            if self.best is not before:
-                kinds.remove(kind)
+            last = found
 
-    def trial(self, region: Region, kinds: Iterable[str], pieces: int) -> float:
+    def trial(self, region: Region, pieces: int) -> float:
         """Milliseconds of the cut graph, or a bound that is no better; infinite if it has no order in the budget."""
-        cuts = region.chosen(kinds)
-        if not cuts:
-            return math.inf
         module = _torch.copy_module(self.gm)
         try:
-            made = rewrite(module.graph, cuts, region.tokens, pieces)
+            made = rewrite(module.graph, region.by_name, region.tokens, pieces)
         except CannotSplit:
             return math.inf
         cost = PieceCost(self.cost, made.rows, self.names)
@@ -203,7 +193,7 @@ class _Trials:
             return math.inf
         if result.timeline.makespan < self.makespan:
             self.makespan = result.timeline.makespan
-            self.best = Trial(region, cuts, pieces, made, module, cost, result)
+            self.best = Trial(region, pieces, made, module, cost, result)
         return result.timeline.makespan
 
 
@@ -216,24 +206,24 @@ def cut_graphs(gm: fx.GraphModule, pieces: Iterable[int] = PIECES) -> Iterator[f
         for number in pieces:
             module = _torch.copy_module(gm)
             with contextlib.suppress(CannotSplit):
-                rewrite(module.graph, region.chosen(), region.tokens, number)
+                rewrite(module.graph, region.by_name, region.tokens, number)
                 yield module
 
 
-def described(gm: fx.GraphModule, trial: Trial | None, whole: Timeline, bound: float, heavy: Iterable[str]) -> Split:
+def described(trial: Trial | None, whole: Timeline, bound: float, heavy: Iterable[str]) -> Split:
     """The record of the trial that was chosen in place of the timeline `whole`, or that none was."""
     if trial is None:
         return Split(why="no cut makes it shorter", unsplit=whole.makespan)
     dag = trial.result.before.dag
-    cut = [node for node in gm.graph.nodes if node.name in trial.cuts]
+    cuts = trial.region.cuts
     copies = set(trial.made.copies)
     return Split(
         pieces=trial.pieces,
         group=trial.region.group,
-        collectives=Counter(operator_name(node).split(".")[-1] for node in cut if node.target in COLLECTIVES),
-        products=sum(is_product_of_rows(node, trial.cuts[node.name]) for node in cut),
+        collectives=Counter(operator_name(node).split(".")[-1] for node in cuts if node.target in COLLECTIVES),
+        products=sum(is_product_of_rows(node, cut) for node, cut in cuts.items()),
         tokens=trial.region.tokens,
-        cuts=trial.cuts,
+        cuts=trial.region.by_name,
         unsplit=whole.makespan,
         unsplit_bound=bound,
         copies=sum(node.ms for node in dag.nodes if node.name in copies),

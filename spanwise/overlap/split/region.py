@@ -1,4 +1,4 @@
-"""Regions: token-wise nodes that can be cut together, and the segments between their collectives.
+"""Regions: token-wise nodes that can be cut together, and their collectives.
 
     graph, a process group, a dim of tokens ─► collectives of activations ─► what they lead to, and what leads to them
 
@@ -10,9 +10,8 @@ side: neither is cut.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -20,7 +19,6 @@ from torch import fx
 from spanwise.overlap.fx.operators import STARTS, WAIT, group_of, storage_of, tensors_of, traits
 from spanwise.overlap.split.tokenwise import (
     ALL_GATHER,
-    ALL_REDUCE,
     COLLECTIVES,
     REDUCE_SCATTER,
     Cut,
@@ -42,45 +40,20 @@ class Region:
         group: the process group of its collectives.
         tokens: size of its token axis on a rank.
         cuts: of the result of each node, in the order of the graph.
-        segments: nodes between its collectives, by kind of segment: equal layers have segments of one kind.
     """
 
     group: str
     tokens: int
     cuts: Mapping[fx.Node, Cut]
-    segments: Mapping[str, tuple[tuple[fx.Node, ...], ...]]
 
     @property
     def collectives(self) -> list[fx.Node]:
         return [node for node in self.cuts if node.target in COLLECTIVES]
 
-    def chosen(self, kinds: Iterable[str] | None = None) -> dict[str, Cut]:
-        """Cuts, by name, of segments of these kinds, their collectives and nodes between these; default: of all."""
-        kinds = self.segments if kinds is None else kinds
-        found = {node for kind in kinds for segment in self.segments[kind] for node in segment}
-        others = {node for of_kind in self.segments.values() for segment in of_kind for node in segment} - found
-        starts = {start for start in self.collectives if not found.isdisjoint(_around(start))}
-        waits = {wait for start in starts for wait in start.users if wait in self.cuts}
-        between = [n for n in self.cuts if n not in found | others | starts | waits and n.target not in COLLECTIVES]
-        after, before = set(waits), set(starts)
-        for node in between:
-            if not after.isdisjoint(node.all_input_nodes):
-                after.add(node)
-        for node in reversed(between):
-            if not before.isdisjoint(node.users):
-                before.add(node)
-        chosen = found | starts | waits | (after & before)
-        for node in self.cuts:  # a tuple is cut with all of its items
-            if node.target is operator.getitem and node.args[0] in chosen:
-                chosen.add(node)
-        return {node.name: cut for node, cut in self.cuts.items() if node in chosen}
-
-
-def _around(start: fx.Node) -> Iterator[fx.Node]:
-    """What a collective reads, and what reads its results."""
-    yield from start.all_input_nodes
-    for wait in start.users:
-        yield from (wait, *wait.users)
+    @property
+    def by_name(self) -> dict[str, Cut]:
+        """The cuts by the names of nodes, which copies of the graph share."""
+        return {node.name: cut for node, cut in self.cuts.items()}
 
 
 def find_regions(graph: fx.Graph) -> list[Region]:
@@ -96,7 +69,7 @@ def find_regions(graph: fx.Graph) -> list[Region]:
             for tokens in dict.fromkeys(_tokens(starts, dim)):
                 cuts = _Growth(graph, tokens, group, stops).region(starts, dim)
                 if cuts and all(cuts.keys() != region.cuts.keys() for region in found):
-                    found.append(Region(group, tokens, cuts, _segments(cuts)))
+                    found.append(Region(group, tokens, cuts))
     found = [region for region in found if region.collectives]
     return sorted(found, key=lambda region: -len(region.collectives))
 
@@ -209,33 +182,3 @@ class _Growth:
                         found[node] = cut
                         todo.append(node)
         return found
-
-
-def _segments(cuts: Mapping[fx.Node, Cut]) -> dict[str, tuple[tuple[fx.Node, ...], ...]]:
-    """Connected nodes between collectives that lead to, or come from, more rows than a rank's own."""
-    groups, between = _Groups(), [node for node in cuts if node.target not in COLLECTIVES]
-    for node in between:
-        for arg in node.all_input_nodes:
-            if arg in cuts and arg.target not in COLLECTIVES:
-                groups.join(node, arg)
-    members: dict[fx.Node, list[fx.Node]] = {}
-    for node in between:
-        members.setdefault(groups.root(node), []).append(node)
-    found: dict[str, list[tuple[fx.Node, ...]]] = {}
-    for of_one in members.values():
-        of_nodes = {node: cuts[node] for node in of_one}
-        leaves = any(user.target in (REDUCE_SCATTER, ALL_REDUCE) for node in of_one for user in node.users)
-        enters = any(arg.target is ALL_GATHER for node in of_one for arg in node.all_input_nodes)
-        if leaves or enters or _num_products(of_nodes):
-            found.setdefault(_kind(of_nodes), []).append(tuple(of_one))
-    return {kind: tuple(of_kind) for kind, of_kind in found.items()}
-
-
-def _num_products(cuts: Mapping[fx.Node, Cut]) -> int:
-    return sum(is_product_of_rows(*pair) for pair in cuts.items())
-
-
-def _kind(cuts: Mapping[fx.Node, Cut]) -> str:
-    """A text that is equal for equal segments."""
-    described = [(str(node.target), [tuple(x.shape) for x in tensors_of(node)]) for node in cuts]
-    return f"{_num_products(cuts)} products, {hashlib.sha256(repr(described).encode()).hexdigest()[:8]}"

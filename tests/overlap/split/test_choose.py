@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise import CPU_HOST, H100, overlap
 from spanwise.hardware import Link
@@ -19,7 +19,7 @@ from tests.overlap.split.test_rewrite import SMALL, error, graphs_of, graphs_on,
 from tests.overlap.test_optimize import state
 
 LLAMA = CaptureConfig(
-    layers=1, dim=2048, heads=16, kv_heads=8, ffn=8192, seq_len=8192, dp=8, tp=8, vocab=32_000, device="cuda"
+    layers=2, dim=2048, heads=16, kv_heads=8, ffn=8192, seq_len=8192, dp=8, tp=8, vocab=32_000, device="cuda"
 )
 SLOW = dataclasses.replace(CPU_HOST, matmul_flops=1e9, memory_bandwidth=1e9, links=(Link(2e6, 0.0),))
 
@@ -39,7 +39,7 @@ def test_a_llama_forward_beats_the_bound_of_the_whole_graph() -> None:
     found = overlap.optimize(graphs.forward, cost, split=True)
     assert state(graphs.forward) == before
     split = found.split
-    assert split is not None and split.is_cut and split.pieces in (2, 4, 8)
+    assert split is not None and split.is_cut and split.pieces == 4  # 2 and 8 are longer
     assert found.timeline.makespan < 0.95 * whole.timeline.makespan
     assert found.timeline.makespan < whole.bounds.makespan
     assert found.bounds.makespan <= found.timeline.makespan * (1 + 1e-9)
@@ -101,16 +101,10 @@ def test_few_rows_are_slower() -> None:
 
 
 def test_symbolic_sizes_are_not_cut() -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    ops = torch.ops._c10d_functional
-
     def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "tp")) @ w
 
-    gm: fx.GraphModule = make_fx(block, tracing_mode="symbolic")(torch.ones(6, 4), torch.ones(4, 8))
-    sizes = {"s0": 64, "s1": 4, "s2": 8, "s77": 64, "s27": 4, "s94": 8, "s53": 4}
-    symbols = {str(s) for n in gm.graph.nodes for s in getattr(n.meta.get("val"), "shape", ()) if type(s) is not int}
-    sizes |= dict.fromkeys(symbols, 64)
-    result = overlap.optimize(gm, lambda node: 1.0, split=True, sizes=sizes)
+    gm = make_fx(block, tracing_mode="symbolic")(torch.ones(6, 4), torch.ones(4, 8))
+    result = overlap.optimize(gm, lambda node: 1.0, split=True, sizes=64)
     assert result.split is not None and "symbolic" in result.split.why

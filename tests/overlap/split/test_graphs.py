@@ -50,28 +50,24 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModul
 def cut(gm: fx.GraphModule, pieces: int, region: Region | None = None) -> fx.GraphModule:
     region = region or find_regions(gm.graph)[0]
     graph = _torch.copy_graph(gm.graph)
-    rewrite(graph, region.chosen(), region.tokens, pieces)
+    rewrite(graph, region.by_name, region.tokens, pieces)
     graph.lint()
     for node in graph.nodes:  # torch refuses others
         assert node.target not in COLLECTIVES or node.all_input_nodes[0].meta["val"].is_contiguous()
     return fx.GraphModule(gm, graph)
 
 
-def same_in_pieces(function: Callable[..., Any], *inputs: torch.Tensor, least: int = 1) -> fx.GraphModule:
+def same_in_pieces(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
     """Cut every region of the function's graph into 2, 3 and 5 pieces; return the first cut graph."""
     gm = traced(function, *inputs)
     feed = [[x + 0.1 * rank if x.is_floating_point() else x for x in inputs] for rank in range(RANKS)]
-    expected = Lockstep([gm] * RANKS, AXIS).run(feed)
-    regions, found = find_regions(gm.graph), []
-    assert len(regions) >= least
-    for region in regions:
-        for pieces in (2, 3, 5):
-            if pieces > region.tokens:
-                continue
+    expected, found = Lockstep([gm] * RANKS, AXIS).run(feed), []
+    for region in find_regions(gm.graph):
+        for pieces in (p for p in (2, 3, 5) if p <= region.tokens):
             found.append(cut(gm, pieces, region))
             for late in (False, True):
                 assert error(Lockstep([found[-1]] * RANKS, AXIS, late=late).run(feed), expected) < 1e-12
-    return found[0] if found else gm
+    return found[0]
 
 
 def starts(gm: fx.GraphModule) -> list[str]:
@@ -81,90 +77,78 @@ def starts(gm: fx.GraphModule) -> list[str]:
 W, V = drawn(DIM, 8, seed=1), drawn(8, DIM, seed=2)
 
 
-def test_gather_then_product_and_product_then_reduce_scatter() -> None:
-    found = same_in_pieces(lambda x, w: (gather(x) @ w,), drawn(TOKENS, DIM), W)
-    assert len(starts(found)) == 2 and sum(n.target == ATEN.mm.default for n in found.graph.nodes) == 2
-    found = same_in_pieces(lambda h, v: (scatter(h @ v),), drawn(2 * TOKENS, 8), V)
-    assert len(starts(found)) == 2
+def sequence_first(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+    h = gather(F.layer_norm(x, (DIM,))) @ w
+    return x + scatter((h.tanh() * 2.0) @ v), h
+
+
+def batch_first(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+    """As DTensor gathers it."""
+    h = F.gelu(torch.cat(gather(x).chunk(RANKS, 0), 1) @ w) @ v
+    return (x + scatter(torch.cat(h.chunk(RANKS, 1), 0)),)
+
+
+def mixes_batches(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+    h = (torch.cat(gather(x).chunk(RANKS, 0), 1) @ w).softmax(0) @ v
+    return (scatter(torch.cat(h.chunk(RANKS, 1), 0)),)
+
+
+def flat(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+    h = torch.addmm(w.new_ones(DIM), (gather(x).flatten(0, 1) @ w).relu(), v).view(RANKS * 7, -1, DIM)
+    return scatter(h), h.unflatten(-1, (2, 3)).permute(1, 2, 0, 3).contiguous()
+
+
+def heads(x: torch.Tensor, wq: torch.Tensor, wo: torch.Tensor) -> Any:
+    q = torch.einsum("td,dhk->thk", gather(x), wq)
+    return x + scatter(torch.einsum("thk,hkd->td", q.relu(), wo)), q
+
+
+def experts(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+    h = torch.einsum("td,edh->teh", gather(x), w).relu()
+    return (scatter(torch.einsum("teh,ehd->td", h, v)),)
+
+
+def attention(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Keys are needed whole; the mask is taken apart."""
+    h = gather(x) @ w
+    return (scatter(((h @ h.t() + mask).softmax(-1) @ h) @ w.t()),)
+
+
+def backward(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+    """Gradients of weights and sums over tokens read whole tensors."""
+    whole = gather(grad)
+    return scatter(whole @ w.t()), x.t() @ whole, whole.sum(0), whole.t() @ x
+
+
+def row_parallel(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+    return (x + reduce(F.relu(x @ w) @ v),)
+
+
+# Functions, their inputs, and the least number of collectives after a cut in two.
+CASES: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], int]] = [
+    (lambda x, w: (gather(x) @ w,), (drawn(TOKENS, DIM), W), 2),
+    (lambda h, v: (scatter(h @ v),), (drawn(2 * TOKENS, 8), V), 2),
+    *((of, (drawn(7, batch, DIM), W, V), 3) for of in (sequence_first, flat) for batch in (1, 3)),
+    *((of, (drawn(batch, 7, DIM), W, V), 3) for of in (batch_first, mixes_batches) for batch in (1, 3)),
+    (row_parallel, (drawn(TOKENS, DIM), W, V), 2),
+    (row_parallel, (drawn(2, TOKENS, DIM), W, V), 2),
+    (heads, (drawn(7, DIM), drawn(DIM, 2, 3), drawn(2, 3, DIM, seed=3)), 4),
+    (experts, (drawn(TOKENS, DIM), drawn(3, DIM, 4), drawn(3, 4, DIM, seed=3)), 4),
+    (attention, (drawn(TOKENS, DIM), W, torch.ones(2 * TOKENS, 2 * TOKENS, dtype=torch.float64).tril()), 3),
+    (backward, (drawn(TOKENS, 8), drawn(2 * TOKENS, DIM, seed=3), W), 2),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_pieces_compute_the_same(case: int) -> None:
+    function, inputs, least = CASES[case]
+    assert len(starts(same_in_pieces(function, *inputs))) >= least
+
+
+def test_residual_blocks_put_nothing_whole_together() -> None:
     found = same_in_pieces(lambda x, w, v: (x + scatter(F.silu(gather(x) @ w) @ v),), drawn(TOKENS, DIM), W, V)
     assert len(starts(found)) == 4
     assert not any(n.target == ATEN.cat.default and n.meta["val"].shape[0] > TOKENS for n in found.graph.nodes)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_layouts_of_tokens(batch: int) -> None:
-    """[tokens, batch, dim], [batch, tokens, dim] as DTensor gathers it, flat ones; 7 tokens in 2, 3, 5 pieces."""
-
-    def sequence_first(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
-        h = gather(F.layer_norm(x, (DIM,))) @ w
-        return x + scatter((h.tanh() * 2.0) @ v), h
-
-    same_in_pieces(sequence_first, drawn(7, batch, DIM), W, V)
-
-    def batch_first(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
-        whole = torch.cat(gather(x).chunk(RANKS, 0), 1)
-        h = F.gelu(whole @ w) @ v
-        return (x + scatter(torch.cat(h.chunk(RANKS, 1), 0)),)
-
-    same_in_pieces(batch_first, drawn(batch, 7, DIM), W, V)
-
-    def mixes_batches(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
-        h = (torch.cat(gather(x).chunk(RANKS, 0), 1) @ w).softmax(0) @ v
-        return (scatter(torch.cat(h.chunk(RANKS, 1), 0)),)
-
-    same_in_pieces(mixes_batches, drawn(batch, 7, DIM), W, V)
-
-    def flat(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
-        h = gather(x).flatten(0, 1) @ w
-        h = torch.addmm(h.new_ones(DIM), h.relu(), v).view(RANKS * 7, batch, DIM)
-        return scatter(h), h.unflatten(-1, (2, 3)).permute(1, 2, 0, 3).contiguous()
-
-    same_in_pieces(flat, drawn(7, batch, DIM), W, V)
-
-
-def test_all_reduce_of_a_row_parallel_product() -> None:
-    same_in_pieces(lambda x, w, v: (x + reduce(F.relu(x @ w) @ v),), drawn(TOKENS, DIM), W, V)
-    same_in_pieces(lambda x, w, v: (x + reduce(F.relu(x @ w) @ v),), drawn(2, TOKENS, DIM), W, V)
-
-
-def test_einsums_become_products_of_batches() -> None:
-    """They are cut along their rows, by heads and by experts. Gathered weights of experts are not."""
-
-    def heads(x: torch.Tensor, wq: torch.Tensor, wo: torch.Tensor) -> Any:
-        q = torch.einsum("td,dhk->thk", gather(x), wq)
-        return x + scatter(torch.einsum("thk,hkd->td", q.relu(), wo)), q
-
-    found = same_in_pieces(heads, drawn(7, DIM), drawn(DIM, 2, 3), drawn(2, 3, DIM, seed=3))
-    assert len(starts(found)) == 4
-
-    def experts(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
-        h = torch.einsum("td,edh->teh", gather(x), w).relu()
-        return (scatter(torch.einsum("teh,ehd->td", h, v)),)
-
-    found = same_in_pieces(experts, drawn(TOKENS, DIM), drawn(3, DIM, 4), drawn(3, 4, DIM, seed=3))
-    assert len(starts(found)) == 4
-    stopped(lambda x, w: (torch.bmm(x, gather(w)),), drawn(4, TOKENS, DIM), drawn(2, DIM, 4))
-    stopped(lambda x, g: (scatter(torch.bmm(x.mT, g)),), drawn(4, TOKENS, DIM), drawn(4, TOKENS, 8))
-
-
-def test_attention_needs_whole_keys_and_a_mask_is_taken_apart() -> None:
-    mask = torch.ones(2 * TOKENS, 2 * TOKENS, dtype=torch.float64).tril()
-
-    def attend(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> Any:
-        h = gather(x) @ w
-        scores = h @ h.t() + mask
-        return (scatter((scores.softmax(-1) @ h) @ w.t()),)
-
-    found = same_in_pieces(attend, drawn(TOKENS, DIM), W, mask)
-    assert len(starts(found)) >= 3
-
-
-def test_weight_gradients_and_sums_over_tokens_read_whole_tensors() -> None:
-    def backward(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
-        grad_whole = gather(grad)
-        return scatter(grad_whole @ w.t()), x.t() @ grad_whole, grad_whole.sum(0), grad_whole.t() @ x
-
-    same_in_pieces(backward, drawn(TOKENS, 8), drawn(2 * TOKENS, DIM, seed=3), W)
 
 
 def stopped(function: Callable[..., Any], *inputs: torch.Tensor) -> None:
@@ -175,9 +159,11 @@ def test_gathers_of_parameters_are_not_cut() -> None:
     stopped(lambda x, w: (x @ gather(w),), drawn(TOKENS, 2 * DIM), drawn(DIM, 8))
     stopped(lambda x, w: (F.linear(x, gather(w)),), drawn(TOKENS, DIM), drawn(4, DIM))
     stopped(lambda x, b, w: ((x * gather(b)).relu() @ w,), drawn(TOKENS, DIM), drawn(DIM // 2), W)
+    stopped(lambda x, w: (torch.bmm(x, gather(w)),), drawn(4, TOKENS, DIM), drawn(2, DIM, 4))
     # The gradient of a weight.
     stopped(lambda g, x: (scatter(g.t() @ x),), drawn(TOKENS, 8), drawn(TOKENS, DIM))
     stopped(lambda g, x: (scatter((x.t() @ g).t().float().double()),), drawn(TOKENS, 8), drawn(TOKENS, DIM))
+    stopped(lambda x, g: (scatter(torch.bmm(x.mT, g)),), drawn(4, TOKENS, DIM), drawn(4, TOKENS, 8))
 
 
 def test_a_gather_that_only_the_region_reads_is_waited_for_whole() -> None:
@@ -214,18 +200,6 @@ def test_what_is_written_is_not_cut() -> None:
     gm = traced(alias, drawn(TOKENS, DIM), W)
     names = {n.name for region in find_regions(gm.graph) for n in region.cuts}
     assert not names & {"mm", "sin"}
-
-    def input_updated(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> Any:
-        h = gather(x) @ w + y
-        y.add_(1.0)
-        return (scatter((h + y) @ w.t()),)
-
-    gm = traced(input_updated, drawn(TOKENS, DIM), drawn(2 * TOKENS, 8), W)
-    feed = [[drawn(TOKENS, DIM, seed=rank), drawn(2 * TOKENS, 8, seed=2), W] for rank in range(RANKS)]
-    expected = Lockstep([gm] * RANKS, AXIS).run([[x.clone() for x in xs] for xs in feed])
-    for region in find_regions(gm.graph):
-        found = Lockstep([cut(gm, 2, region)] * RANKS, AXIS).run([[x.clone() for x in xs] for xs in feed])
-        assert error(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize("drop", [F.dropout, lambda h, p: torch.native_dropout(h, p, True)[0]])
