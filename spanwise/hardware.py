@@ -171,25 +171,26 @@ class Hardware:
         """
         traffic = np.asarray(num_bytes, dtype=np.float64)
         if traffic.ndim != 2 or traffic.shape[0] != traffic.shape[1] or not (traffic >= 0).all():
-            raise ValueError(
-                f"num_bytes must be [receivers, senders], square and not negative, got shape {traffic.shape}"
-            )
-        return self.loads_seconds(self.loads(traffic))
+            raise ValueError(f"num_bytes must be [P, P], square and not negative, got shape {traffic.shape}")
+        return float(self.steps_seconds(traffic[None], 1.0)[0, 0])
 
     def loads(self, traffic: np.ndarray) -> np.ndarray:
-        """What each rank receives and sends over each level in an all-to-all ``[R, S]``; ``[levels, 2, P]``.
-
-        >>> H100.loads(np.ones((16, 16)))[:, :, 0]
-        array([[7., 7.],
-               [8., 8.]])
-        """
+        """What each rank receives and sends over each level in an all-to-all ``[R, S]``; ``[levels, 2, P]``."""
         within = [_within(traffic, link.ranks or len(traffic)) for link in self.links]
         return np.diff([np.stack([np.diagonal(traffic)] * 2), *within], axis=0)
 
-    def loads_seconds(self, num_bytes: np.ndarray) -> float:
-        """Seconds of an all-to-all with these `loads` in bytes."""
-        busiest = zip(self.links, num_bytes.max(axis=(1, 2), initial=0.0).tolist(), strict=True)
-        return max(self._seconds(link, most, "all_to_all") for link, most in busiest)
+    def steps_seconds(self, tables: np.ndarray, *token_bytes: float) -> np.ndarray:
+        """Seconds of all-to-alls with these tokens ``[n, R, S]``, ``[k, n]`` for k numbers of bytes of a token.
+
+        Backwards ranks send what they received: the busiest has as much, so that the seconds are the same.
+        """
+        found = np.zeros((len(token_bytes), len(tables)))
+        for i, table in enumerate(tables):
+            most = self.loads(table).max(axis=(1, 2), initial=0.0).tolist()
+            for link, tokens in zip(self.links, most, strict=True):
+                seconds = [self._seconds(link, tokens * size, "all_to_all") for size in token_bytes]
+                found[:, i] = np.maximum(found[:, i], seconds)
+        return found
 
     def all_gather_seconds(self, shard_bytes: float, num_ranks: int) -> float:
         """Seconds of an all-gather in which each of ``num_ranks`` ranks contributes ``shard_bytes``.
@@ -205,11 +206,7 @@ class Hardware:
         return self._ring_seconds(shard_bytes, num_ranks, "all_gather")
 
     def reduce_scatter_seconds(self, shard_bytes: float, num_ranks: int) -> float:
-        """Seconds of a reduce-scatter that leaves ``shard_bytes`` on each rank: an all-gather in reverse.
-
-        >>> CPU_HOST.reduce_scatter_seconds(1e6, 2) > CPU_HOST.all_gather_seconds(1e6, 2)
-        True
-        """
+        """Seconds of a reduce-scatter that leaves ``shard_bytes`` on each rank: an all-gather in reverse."""
         return self._ring_seconds(shard_bytes, num_ranks, "reduce_scatter")
 
     def _ring_seconds(self, shard_bytes: float, num_ranks: int, collective: str) -> float:

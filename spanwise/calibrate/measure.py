@@ -26,8 +26,6 @@ from spanwise.hardware import Hardware
 #: ``(tokens, median document)``: short and long documents, small and large shards, so that the fit can separate rate,
 #: edge and fixed seconds.
 _PROBLEMS = ((2048, 128), (2048, 1024), (4096, 256), (4096, 1024), (4096, 4096), (8192, 512), (8192, 1024))
-#: Factor on tokens and documents for an accelerator, which would finish those before it is warm.
-_LONGER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +57,7 @@ def measure(
         mesh: 1-D mesh of the ranks that will work together, at least two.
         device: where the ranks compute; one accelerator each.
         kernel, num_q_heads, num_kv_heads, head_dim, dtype: the attention to predict.
-        host_size: ranks of a host, where host names do not tell them apart; consecutive ranks share one. 1 and the
-            mesh's size both mean one level.
+        host_size: consecutive ranks of a host, where host names do not tell them apart; 1 means one level.
         problems: packed sequences to time attention on, ``(tokens, median document)``; default: seven of 2,048 to
             8,192 tokens, eight times longer on an accelerator.
         largest: most bytes that a rank receives; a sweep ends with the first call that takes an eighth of a second.
@@ -73,7 +70,7 @@ def measure(
     begin = time.perf_counter()
     ranks = Ranks(mesh, torch.device(device))
     if problems is None:
-        longer = 1 if ranks.device.type == "cpu" else _LONGER
+        longer = 1 if ranks.device.type == "cpu" else 8  # an accelerator would finish before it is warm
         problems = [(longer * tokens, longer * median) for tokens, median in _PROBLEMS]
     hosts = ranks.host_size(host_size)
     chosen = resolve(kernel, ranks.device)

@@ -25,8 +25,7 @@ from spanwise.hardware import COLLECTIVES, Link, attention_flops
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 
-#: Bytes that a rank receives in the smallest collective. Sizes grow fourfold until one call takes `_LONG` seconds, so
-#: that the longest takes about half a second on a slow link.
+#: Bytes that a rank receives in the smallest collective. Sizes grow fourfold until one call takes `_LONG` seconds.
 SMALLEST, _LONG = 1 << 12, 0.125
 #: Timed sizes: the smallest, and so many of the largest. Sizes between them fit into buffers of sockets, network cards
 #: and shapers, and would measure those.
@@ -89,9 +88,7 @@ class Ranks:
         runs = [(host, len(list(same))) for host, same in itertools.groupby(names)]
         sizes = {size for _, size in runs}
         if len({host for host, _ in runs}) < len(runs) or len(sizes) > 1:
-            raise ValueError(
-                f"hosts must be of one size and their ranks consecutive, got {runs}; host_size= overrides the names"
-            )
+            raise ValueError(f"hosts must be of one size and their ranks consecutive, got {runs}; give host_size")
         size = sizes.pop()
         return self.size if size == 1 else size
 
@@ -117,12 +114,9 @@ def time_attention(
 ) -> tuple[list[AttentionCall], list[float]]:  # fmt: skip
     """Forward and backward of the chunks of every problem: the calls, and seconds on the slowest rank.
 
-    Each problem is the part of rank 0 of two: packed causal documents, cut head-tail, so that a rank reads its own keys
-    and keys of the other. Every rank measures the same one.
-
-    Args:
-        heads: query heads, key/value heads, head dim.
-        problems: ``(tokens, median document)``; lengths are log-normal, like those of texts.
+    Each problem, ``(tokens, median document)``, is the part of rank 0 of two: packed causal documents of log-normal
+    lengths, cut head-tail, so that a rank reads its own keys and keys of the other. Every rank measures the same one.
+    `heads`: of queries, of K and V, and their dim.
     """
     calls: list[AttentionCall] = []
     steps: list[Callable[[], tuple[float, float]]] = []

@@ -114,9 +114,7 @@ def _lengths(values: list[Any], where: str, offsets: bool) -> np.ndarray:
         raise ValueError(f"{where}[0]: offsets start at 0, found {found[0]}")
     lengths = np.diff(found) if offsets else found
     for i in np.flatnonzero(lengths < 0)[:1] + offsets:
-        raise ValueError(
-            f"{where}[{i}]: expected {'offsets that do not fall' if offsets else 'a length'}, got {found[i]}"
-        )
+        raise ValueError(f"{where}[{i}]: lengths are at least 0 and offsets ascend, got {found[i]}")
     if not 0 < lengths.sum() < 2**31:
         raise ValueError(f"{where} holds {lengths.sum():,} tokens; a sequence has between 1 and {2**31 - 1:,}")
     return lengths

@@ -27,13 +27,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 def check_sizes(options: Any, **largest: int) -> None:
-    """Raise ``ValueError`` for an option outside 1 to its largest value, or for heads in unequal groups.
-
-    >>> from types import SimpleNamespace
-    >>> check_sizes(SimpleNamespace(heads=4, kv_heads=3), heads=8, kv_heads=8)
-    Traceback (most recent call last):
-    ValueError: --heads must be a multiple of --kv-heads, got 4 and 3
-    """
+    """Raise ``ValueError`` for an option outside 1 to its largest value, or for heads in unequal groups."""
     for name, most in largest.items():
         value = getattr(options, name)
         if value is not None and not 1 <= value <= most:

@@ -7,8 +7,8 @@ parts, which need up to 6 % fewer bytes, the first ranks of a document send most
 With hosts the hosts are filled so, and a document that lies on several hosts is spread evenly over the ranks of each:
 all of them read, relay and send as much. Each row that enters a host then enters it once (exchange "hierarchical").
 
-For few ranks the documents are taken in several orders. Where rows read several spans (trees, video with global tokens,
-block diffusion), documents say little, and units of the best layout change places (`swaps`).
+For few ranks or hosts the documents are taken in several orders. Where rows read several spans (trees, video with
+global tokens, block diffusion), documents say little, and units of the best layout change places (`swaps`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem
 from spanwise.layouts.runs import subtract_runs
 from spanwise.masks import even_runs
-from spanwise.masks.arrays import Int64
+from spanwise.masks.arrays import Float64, Int64
 
 # Ranks up to which units change places afterwards, units of a rank, and of all. Tokens received on 4 ranks, block
 # diffusion of 16,384 and of 65,536 tokens: without swaps 4,184 and 33,008, so 3,616 and 26,848, with twice the units
@@ -63,39 +63,51 @@ class Local:
     def _pieces(self, problem: LayoutProblem, row: int, num_ranks: int) -> Int64:
         """Of one batch row: the pieces with least traffic of those with least imbalance beyond the bound."""
         documents, before = problem.documents[row], problem.work_before[row]
+        even = contiguous(problem.seq_len, num_ranks).pieces(0)
         limit = self.max_imbalance * (1 + 1e-9) * before[-1] / num_ranks
-        found = filling.tries(documents, before, num_ranks, self.host_size or 1, self.max_imbalance)
-        best = _best(problem, row, num_ranks, found, limit)
+        if len(documents) == 2 and (before[even[:, 2]] - before[even[:, 1]]).max() <= limit:
+            return even  # windows: one piece a rank reads least
+        size = self.host_size if self.host_size is not None and self.host_size < num_ranks else 1
+        found = filling.tries(documents, before, num_ranks, size, self.max_imbalance)
+        ranks = np.diff(np.append(np.arange(0, num_ranks, size), num_ranks))
+        best = _best(problem, row, found, ranks * limit, busiest=size > 1)
+        if size > 1:
+            return filling.inside_hosts(best, documents, before, num_ranks, size, self.max_imbalance)
         several = any(mask.num_spans > 1 for mask in problem.masks.values())  # otherwise swaps shorten no step
         if several and 1 < num_ranks <= _MOST_SWAPPED and self.host_size is None:
-            starts = [best, contiguous(problem.seq_len, num_ranks).pieces(0)]
-            found = [best, *_swapped(problem, row, num_ranks, starts, limit)]
-            best = _best(problem, row, num_ranks, found, limit)
+            swapped = _swapped(problem, row, num_ranks, [best, even], limit)
+            best = _best(problem, row, [best, *swapped], np.full(num_ranks, limit))
         return best
 
 
-def _best(problem: LayoutProblem, row: int, num_ranks: int, tries: list[Int64], limit: float) -> Int64:
-    """Of several pieces those that receive the fewest tokens, of those with least work beyond the limit.
+def _best(problem: LayoutProblem, row: int, tries: list[Int64], limits: Float64, *, busiest: bool = False) -> Int64:
+    """Of several pieces those that receive the fewest tokens, of those with least work beyond the limits of bins.
 
     All tries lie on one line, so that one union and one difference serve them.
+
+    Args:
+        busiest: weigh the bin that receives most as much as all others: hosts wait for it.
     """
     if len(tries) == 1:
         return tries[0]
+    bins = len(limits)
     number = np.repeat(np.arange(len(tries)), [len(pieces) for pieces in tries])
     owner, start, stop = np.concatenate(tries).T
-    owner = owner + number * num_ranks
+    owner = owner + number * bins
     before, stride = problem.work_before[row], problem.seq_len + 1
-    work = np.bincount(owner, before[stop] - before[start], len(tries) * num_ranks)
-    busiest = work.reshape(-1, num_ranks).max(axis=1)
+    work = np.bincount(owner, before[stop] - before[start], len(tries) * bins).reshape(-1, bins)
+    beyond = np.maximum(work / np.maximum(limits, 1e-30), 1.0).max(axis=1)
     held = np.column_stack([start, stop]) + (owner * stride)[:, None]
-    held, received = held[np.argsort(held[:, 0])], np.zeros(len(tries))
+    held, received = held[np.argsort(held[:, 0])], np.zeros(len(tries) * bins)
     for name in sorted(problem.masks):
-        slots = problem.masks[name].even_runs(traffic.row_of(problem.masks[name], row))
+        slots = problem.masks[name].even_runs(row)
         read = even_runs.keys_read(slots, np.column_stack([start, stop]), owner, stride)
         missing = subtract_runs(read, held)
-        of = missing[:, 0] // (stride * num_ranks)
-        received += (problem.weights or {})[name] * np.bincount(of, missing[:, 1] - missing[:, 0], len(tries))
-    return tries[int(np.lexsort((received, np.maximum(busiest, limit)))[0])]
+        tokens = np.bincount(missing[:, 0] // stride, missing[:, 1] - missing[:, 0], len(received))
+        received += (problem.weights or {})[name] * tokens
+    by_bin = received.reshape(len(tries), bins)
+    cost = by_bin.sum(axis=1) + busiest * bins * by_bin.max(axis=1)
+    return tries[int(np.lexsort((cost, beyond))[0])]
 
 
 def _swapped(problem: LayoutProblem, row: int, num_ranks: int, starts: list[Int64], bound: float) -> list[Int64]:

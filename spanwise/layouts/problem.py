@@ -60,19 +60,18 @@ class LayoutProblem:
         check_positive(self.block_size, "block_size")
         if self.seq_len < 1:
             raise ValueError("a layout needs at least one token, the masks have none")
+        kv_len = next(iter(self.masks.values())).kv_len
         for name, mask in self.masks.items():
             if self.square and mask.q_len != mask.kv_len:
                 raise ValueError(
                     f"a layout is for self-attention, q_len == kv_len, but mask {name!r} has q_len {mask.q_len} "
                     f"and kv_len {mask.kv_len}"
                 )
-            if mask.q_len != self.seq_len:
+            if (mask.q_len, mask.kv_len) != (self.seq_len, kv_len):
                 raise ValueError(
-                    f"all masks must have one length, but {next(iter(self.masks))!r} has {self.seq_len} tokens "
-                    f"and {name!r} has {mask.q_len}"
+                    f"all masks must have one length, but {next(iter(self.masks))!r} has {self.seq_len} tokens and "
+                    f"{kv_len} keys and {name!r} has {mask.q_len} and {mask.kv_len}"
                 )
-            if mask.kv_len != (kv_len := next(iter(self.masks.values())).kv_len):
-                raise ValueError(f"all masks must have as many keys, got {kv_len} and, of {name!r}, {mask.kv_len}")
             if mask.batch_size not in (1, self.batch_size):
                 raise ValueError(f"mask {name!r} has batch {mask.batch_size}, must be 1 or {self.batch_size}")
         for name, weight in weights.items():
@@ -139,12 +138,9 @@ class LayoutProblem:
     def _weighted(self, figures: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         weights = cast(Mapping[str, float], self.weights)
         # Sorted by name, not in the caller's order: float sums must be the same on every rank.
-        first, *others = sorted(figures)
-        total = (
-            figures[first] if type(weights[first]) is int and weights[first] == 1 else weights[first] * figures[first]
-        )
-        for name in others:
-            total = total + weights[name] * figures[name]
+        total: NDArray[Any] = np.zeros(1, np.int64)
+        for name in sorted(figures):
+            total = total + (figures[name] if weights[name] == 1 else weights[name] * figures[name])
         return total
 
 
@@ -161,8 +157,7 @@ def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
 
 def cuts(masks: Sequence[SpanMask], rows: Iterable[int]) -> Int64:
     """Positions inside the sequence that no span of any mask crosses in these batch rows, ascending."""
-    at = [(mask, row % mask.batch_size) for row in rows for mask in masks]
-    of = (slot.crossed for mask, row in at for slot in mask.even_runs(row))
+    of = (slot.crossed for row in rows for mask in masks for slot in mask.even_runs(row))
     return ragged_arange(even_runs.outside(of, masks[0].q_len))
 
 

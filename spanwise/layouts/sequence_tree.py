@@ -6,7 +6,7 @@ their common prefix. So one pass over the sorted sequences makes the tree, with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,14 @@ class SequenceTree:
             raise ValueError(f"values must have an entry for each of {len(self.paths)} sequences, got {len(given)}")
         total = np.zeros(self.tree.num_tokens)
         for s, (path, value) in enumerate(zip(self.paths, given, strict=True)):
-            each = _numbers(value, s)
-            if each.shape not in ((), path.shape):
+            if getattr(value, "requires_grad", False):
                 raise ValueError(
-                    f"values[{s}] must be a number or one for each of the sequence's {len(path)} tokens, got shape "
-                    f"{list(each.shape)}"
+                    f"values[{s}] needs a gradient, and weights are constants: multiply log-probabilities by it instead"
+                )
+            each = np.asarray(value.double().cpu() if hasattr(value, "double") else value)
+            if each.shape not in ((), path.shape) or (each.size and each.dtype.kind not in "biuf"):
+                raise ValueError(
+                    f"values[{s}] must be a number or one for each of the sequence's {len(path)} tokens, got {value!r}"
                 )
             total[path] += each  # a path meets a token once
         return total
@@ -126,19 +129,6 @@ def _checked(ids: Any, s: int) -> Int64:
     return array
 
 
-def _numbers(value: Any, s: int) -> Float64:
-    """Values of a sequence as float64; torch tensors of any dtype too."""
-    if getattr(value, "requires_grad", False):
-        raise ValueError(
-            f"values[{s}] needs a gradient, and weights are constants: multiply log-probabilities by it instead, or "
-            f"give values[{s}].detach()"
-        )
-    array = np.asarray(value.double().cpu() if hasattr(value, "double") else value)
-    if array.size and array.dtype.kind not in "biuf":
-        raise ValueError(f"values[{s}] must be a number or one for each token, got {value!r}")
-    return array.astype(np.float64)
-
-
 def _common_prefix(a: Int64, b: Int64) -> int:
     shared = min(len(a), len(b))
     differ = a[:shared] != b[:shared]
@@ -160,20 +150,23 @@ def _in_storage(given: list[Int64], nodes: list[_Node], ends: Int64) -> Sequence
     children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]  # the last entry: roots
     for number, node in enumerate(nodes):
         children[node.parent].append(number)
-    walk, stack = [], list(children[-1])
-    while stack:
-        walk.append(stack.pop())
-        stack += children[walk[-1]]
-    needed, earliest = [1] * len(walk), [len(given)] * len(walk)
+
+    def walk(roots: list[int], key: Callable[[int], Any]) -> list[int]:
+        """Depth-first, of each node's children the one with the largest key first."""
+        found, stack = [], sorted(roots, key=key)
+        while stack:
+            found.append(stack.pop())
+            stack += sorted(children[found[-1]], key=key)
+        return found
+
+    needed, earliest = [1] * len(nodes), [len(given)] * len(nodes)
     for s in np.flatnonzero(ends >= 0).tolist():
         earliest[ends[s]] = min(earliest[ends[s]], s)
-    for n in reversed(walk):
+    for n in reversed(walk(children[-1], lambda n: n)):
         needed[n] = _spans_needed([needed[child] for child in children[n]])
         earliest[n] = min([earliest[n], *(earliest[child] for child in children[n])])
-    order, stack = [], sorted(children[-1], key=lambda n: earliest[n], reverse=True)
-    while stack:
-        order.append(stack.pop())
-        stack += sorted(children[order[-1]], key=lambda n: (needed[n], -earliest[n]))
+    roots = sorted(children[-1], key=lambda n: -earliest[n])
+    order = [n for root in reversed(roots) for n in walk([root], lambda n: (needed[n], -earliest[n]))]
     place = np.empty(len(order) + 1, np.int64)
     place[order], place[-1] = np.arange(len(order)), -1
     stored = [nodes[n] for n in order]

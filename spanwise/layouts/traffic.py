@@ -60,7 +60,7 @@ class Readings:
             return self.area  # quicker
         total = np.zeros(self.layout.num_ranks, np.int64)
         for row in range(self.rows):
-            keys = self.kv_layout.pieces(row_of(self.kv_layout, row))
+            keys = self.kv_layout.pieces(row)
             total += _pairs_inside(*_cut(self.mask, self.layout, row), keys, self.layout.num_ranks)
         return _frozen(total * self.repeats)
 
@@ -75,7 +75,7 @@ class Readings:
         total = np.zeros((self.kv_layout.num_ranks, self.kv_layout.num_ranks), np.int64)
         for row, runs_of in enumerate(self.needs):
             reader = np.repeat(np.arange(len(runs_of)), [len(runs) for runs in runs_of])
-            run, owner, both = self.kv_layout.owners_of(np.concatenate(runs_of), row_of(self.kv_layout, row))
+            run, owner, both = self.kv_layout.owners_of(np.concatenate(runs_of), row)
             add_pairs(total, reader[run], owner, both[:, 1] - both[:, 0])
         return total
 
@@ -110,8 +110,8 @@ def needs(mask: SpanMask, layout: Layout, kv_layout: Layout) -> Needs:
         return [[np.empty((0, 2), np.int64)] for _ in rows]
     found, stride = [], kv_layout.seq_len + 1  # all groups on one line: one merge and one difference serve them
     for row in rows:
-        pieces, keys = layout.pieces(row_of(layout, row)), kv_layout.pieces(row_of(kv_layout, row))
-        read = even_runs.keys_read(mask.even_runs(row_of(mask, row)), pieces[:, 1:], pieces[:, 0], stride)
+        pieces, keys = layout.pieces(row), kv_layout.pieces(row)
+        read = even_runs.keys_read(mask.even_runs(row), pieces[:, 1:], pieces[:, 0], stride)
         missing = subtract_runs(read, keys[:, 1:] + keys[:, :1] * stride)
         found.append(even_runs.by_owner(missing, layout.num_ranks, stride))
     return found
@@ -119,8 +119,8 @@ def needs(mask: SpanMask, layout: Layout, kv_layout: Layout) -> Needs:
 
 def _cut(mask: SpanMask, layout: Layout, row: int) -> tuple[Int64, even_runs.EvenRuns]:
     """The group and the rows of each even run of a batch row, cut where groups change."""
-    pieces = layout.pieces(row_of(layout, row))
-    run, of = even_runs.cut(mask.even_runs(row_of(mask, row)), pieces[:, 1:])
+    pieces = layout.pieces(row)
+    run, of = even_runs.cut(mask.even_runs(row), pieces[:, 1:])
     return pieces[run, 0], of
 
 

@@ -96,10 +96,7 @@ def check_offsets(values: Any, name: str = "cu_seqlens", *, start_at_zero: bool 
     """Offsets that never decrease, read-only int64 ``[n + 1]``; the first is 0 unless `start_at_zero` is False."""
     offsets = np.array(int_array(values, name), dtype=np.int64)
     if offsets.ndim != 1 or len(offsets) == 0:
-        batch = f"; {name}.squeeze(0) takes the batch dim off" if offsets.ndim == 2 and len(offsets) == 1 else ""
-        raise ValueError(
-            f"{name} must be offsets of shape [number of sequences + 1], got shape {list(offsets.shape)}{batch}"
-        )
+        raise ValueError(f"{name} must be offsets of shape [number of sequences + 1], got shape {list(offsets.shape)}")
     if offsets[0] < 0:
         raise ValueError(f"{name} must not be negative, got {offsets[0]} at position 0")
     if start_at_zero and offsets[0] != 0:
@@ -108,12 +105,10 @@ def check_offsets(values: Any, name: str = "cu_seqlens", *, start_at_zero: bool 
             "[0, *cumsum(lengths)]"
         )
     for s in np.flatnonzero(offsets[1:] < offsets[:-1])[:1] + 1:
-        tail = offsets[s:]
-        cure = ""
-        if (tail == tail[0]).all() and tail[0] <= 0:
-            what = f"the {len(tail)} entries from there on are" if len(tail) > 1 else "that entry is"
-            cure = f"; if {what} filling, cut off the tail, {name}[:{s}]"
-        raise ValueError(f"{name} must not decrease, got {tail[0]} after {offsets[s - 1]} at position {s}{cure}")
+        raise ValueError(
+            f"{name} must not decrease, got {offsets[s]} after {offsets[s - 1]} at position {s}; cut off filling "
+            f"at the tail, {name}[:{s}]"
+        )
     check_length(int(offsets[-1]), f"the last entry of {name}")
     offsets.setflags(write=False)
     return offsets

@@ -76,12 +76,13 @@ class SpanArrays:
         return area.astype(np.int64)
 
     def even_runs(self, row: int = 0) -> tuple[EvenRuns, ...]:
-        """EvenRuns of each slot of a batch row; see `masks.even_runs`. Kept with the mask.
+        """EvenRuns of each slot of a batch row; see `masks.even_runs`. Kept with the mask; one row serves all.
 
         >>> from spanwise import SpanMask
         >>> SpanMask.documents([0, 300, 900]).even_runs()[0].first
         array([  0, 300])
         """
+        row = row if len(self.start) > 1 else 0
         if row not in self._even_runs:
             slots = zip(self.start[row], self.end[row], strict=True)
             self._even_runs[row] = tuple(even_runs_of(start, end) for start, end in slots)

@@ -13,7 +13,6 @@ from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.problem import cuts
 from spanwise.layouts.runs import ragged_arange
 from spanwise.layouts.token_tree import TokenTree
-from spanwise.layouts.traffic import row_of
 from spanwise.masks import even_runs
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
@@ -111,6 +110,6 @@ def branches(masks: Iterable[SpanMask], seq_len: int) -> Int64:
     every = list(masks)
     apart = [np.zeros(0, np.int64)]
     for row in range(max((mask.batch_size for mask in every), default=0)):
-        of = (slot.joined for mask in every for slot in mask.even_runs(row_of(mask, row)))
+        of = (slot.joined for mask in every for slot in mask.even_runs(row))
         apart.append(ragged_arange(even_runs.outside(of, seq_len)))
     return np.unique(np.concatenate(apart))

@@ -31,8 +31,8 @@ from spanwise.routes.route import Route, RouteProblem
 
 PlanT = TypeVar("PlanT", bound="PlanData")
 
-# Cached values that follow from masks, layouts and ranks alone.
-_COMPUTED = ("batch_size", "groups", "kv_groups", "_readings")
+# Cached values that follow from masks, layouts, ranks and hosts alone.
+_COMPUTED = ("batch_size", "groups", "kv_groups", "host_groups", "query_rows", "_readings")
 # Fields that change no route.
 _UNROUTED = frozenset(("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "kv_row_dim", "relayout"))
 
@@ -195,7 +195,7 @@ class PlanData:
     def _routes(self) -> dict[str, Route]:
         return {}
 
-    @property
+    @functools.cached_property
     def host_groups(self) -> int:
         """Groups of ranks on a host; all of them where no host holds several."""
         return self.hardware.groups_on_a_host(self.num_groups, self.inner) or self.num_groups
@@ -316,8 +316,9 @@ class PlanData:
 
     def count(self) -> None:
         """Compute areas and traffic now, so that variants made by `replace` share them."""
+        _ = [getattr(self, name) for name in _COMPUTED]
         for of in self._readings.values():
-            _ = of.area, of.local_area, of.pairs
+            _ = [of.area, of.local_area, of.pairs]
 
     def replace(self: PlanT, **changes: Any) -> PlanT:
         """The plan with other fields; ``exchange`` is as in `make_plan`. Areas and traffic are kept if they may.
@@ -330,7 +331,7 @@ class PlanData:
         if "exchange" in changes:
             changes["kv_exchange"] = resolve(changes.pop("exchange"))
         other = dataclasses.replace(self, **changes)
-        if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner"}:
+        if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner", "hardware"}:
             for name in _COMPUTED:
                 if name in self.__dict__:
                     other.__dict__[name] = self.__dict__[name]

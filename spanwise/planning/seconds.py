@@ -319,11 +319,10 @@ def _exchange(plan: PlanData, route: Route, kv_bytes: float, grad_bytes: float) 
         shard = float(route.padded.max())
         ahead = rates.all_gather_seconds(shard * kv_bytes, plan.num_ranks)
         return np.array([ahead]), np.array([rates.reduce_scatter_seconds(shard * grad_bytes, plan.num_ranks)])
-    there, home = np.zeros((2, len(route.padded)))
-    for i, table in enumerate(route.padded):  # between ranks: each trades with its place in other groups
-        load = rates.loads(table if plan.inner == 1 else np.kron(table, np.eye(plan.inner, dtype=np.int64)))
-        # Gradients travel the other way, and what ranks receive and send changes places: the busiest has as much.
-        there[i], home[i] = (rates.loads_seconds(load * x) for x in (kv_bytes, grad_bytes))
+    tables = route.padded
+    if plan.inner > 1:  # between ranks: each trades with its place in other groups
+        tables = np.kron(tables, np.eye(plan.inner, dtype=np.int64))
+    there, home = rates.steps_seconds(tables, kv_bytes, grad_bytes)
     return there, home
 
 

@@ -1,6 +1,7 @@
 """`chunkwise` as operators that compiled code takes whole: their loops follow the plan's tensors.
 
-Runs are in the order of the plan, and go through `chunkwise` by length. Autocast does not reach inside.
+Runs are in the order of the plan, and go through `chunkwise` by length. Autocast does not reach inside. `inputs` are
+those of `slabs.Inputs`, beta only of a delta rule; `table` are tokens, order and counts of a `ChunkTable`.
 """
 
 # T tokens of a rank, H heads, h those of q or k, K key dim, V value dim, d 1 or K; P runs, N chunks of C tokens
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,55 +27,51 @@ def _operator(function: Callable[..., Any]) -> CustomOpDef:
     """The function as an operator ``spanwise::recurrence_…``; without autocast."""
 
     @functools.wraps(function)
-    def exact(*args: Any) -> Any:
-        with torch.autocast(args[0].device.type, enabled=False):
-            return function(*args)
+    def exact(first: Any, *args: Any) -> Any:
+        with torch.autocast(first.device.type if isinstance(first, Tensor) else first[0].device.type, enabled=False):
+            return function(first, *args)
 
     return torch.library.custom_op(f"spanwise::recurrence_{function.__name__}", exact, mutates_args=())
 
 
 @_operator
-def run(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, tokens: Tensor,
-    order: Tensor, counts: Tensor, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def run(inputs: Sequence[Tensor], state: Tensor, table: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """Outputs ``[T, H, V]`` of runs, 0 elsewhere, and the states after them; `state` ``[P, H, K, V]`` is before."""
-    inputs, form = Inputs(q, k, v, log_decay, beta), _form(beta, v)
-    out, state = _one_more(v), state.index_select(0, order)
-    for first, stop, group in slabs(tokens, counts, inputs.heads, form.largest(inputs)):
+    given, order = Inputs(*inputs), table[1]
+    form = _form(given)
+    out, state = _one_more(inputs[2]), state.index_select(0, order)
+    for first, stop, group in slabs(table, given.heads, form.largest(given)):
         for slab in group:
-            of = form.terms(slab, inputs)
+            of = form.terms(slab, given)
             form.put(out, slab.tokens, form.outputs(of, form.scan(slab, of, state[first:stop])).mul_(scale))
     return out[:-1].clone(), _restored(state, order)
 
 
 @run.register_fake
-def _(q, k, v, log_decay, beta, state, tokens, order, counts, scale):  # type: ignore[no-untyped-def]
-    return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state)
+def _(inputs, state, table, scale):  # type: ignore[no-untyped-def]
+    return torch.empty_like(inputs[2], memory_format=torch.contiguous_format), torch.empty_like(state)
 
 
 @_operator
-def opened(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, tokens: Tensor, order: Tensor,
-    counts: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def opened(inputs: Sequence[Tensor], table: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Runs before which the state S is not known yet, in float32 at least.
 
     Returns:
         ``[T, H, V]`` and ``[T, H, K]``: outputs are the first and the second times S; 0 elsewhere. And the maps of the
         runs, ``[P, F]``.
     """
-    inputs, form, keys, values = Inputs(q, k, v, log_decay, beta), _form(beta, v), k.shape[2], v.shape[2]
-    dtype, heads, dense = wide(v.dtype), inputs.heads, beta is not None
+    given, (_, k, v, log_decay, *_), order = Inputs(*inputs), inputs, table[1]
+    form, keys, values, heads = _form(given), k.shape[2], v.shape[2], given.heads
+    dtype, dense = wide(v.dtype), given.beta is not None
     out = v.new_zeros(v.shape[0] + 1, heads, values, dtype=dtype)
     reads = v.new_zeros(v.shape[0] + 1, heads, keys, dtype=dtype)
     decay = v.new_ones(order.shape[0], heads, log_decay.shape[2], dtype=dtype)
     # The columns of a dense A are states that begin as the identity and get no values.
     state = v.new_zeros(order.shape[0], heads, keys, values + dense * keys, dtype=dtype)
     state[..., values:] = torch.eye(keys, dtype=dtype, device=v.device)[:, : dense * keys]
-    for first, stop, group in slabs(tokens, counts, heads, form.largest(inputs)):
+    for first, stop, group in slabs(table, heads, form.largest(given)):
         for slab in group:
-            of = form.terms(slab, inputs)
+            of = form.terms(slab, given)
             found = form.outputs(of, form.scan(slab, of, state[first:stop])).mul_(scale)
             form.put(out, slab.tokens, found[..., :values])
             if dense:
@@ -92,26 +89,21 @@ def opened(
 
 
 @opened.register_fake
-def _(q, k, v, log_decay, beta, tokens, order, counts, scale):  # type: ignore[no-untyped-def]
+def _(inputs, table, scale):  # type: ignore[no-untyped-def]
+    _, k, v, log_decay, *beta = inputs
     heads, keys, values, dtype = log_decay.shape[1], k.shape[2], v.shape[2], wide(v.dtype)
-    features = map_features(heads, keys, values, log_decay.shape[2], beta is not None)
-    tokens_TH = v.shape[0], heads
-    return (
-        v.new_empty(*tokens_TH, values, dtype=dtype),
-        v.new_empty(*tokens_TH, keys, dtype=dtype),
-        v.new_empty(order.shape[0], features, dtype=dtype),
-    )
+    features = map_features(heads, keys, values, log_decay.shape[2], len(beta) > 0)
+    shapes = (v.shape[0], heads, values), (v.shape[0], heads, keys), (table[1].shape[0], features)
+    return tuple(v.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 @_operator
-def read(
-    reads: Tensor, maps: Tensor, state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor]:
+def read(reads: Tensor, maps: Tensor, state: Tensor, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """What the state before runs that were `opened`, ``[P, H, K, V]``, adds to outputs; and the states after."""
     heads, keys, values = state.shape[1:]
     out = reads.new_zeros(reads.shape[0] + 1, heads, values)
-    by_length = state.index_select(0, order)
-    for first, _, group in slabs(tokens, counts, heads, keys + values):
+    by_length = state.index_select(0, table[1])
+    for first, _, group in slabs(table, heads, keys + values):
         for slab in group:
             before = torch.cat([by_length[first : first + size] for size in slab.sizes])
             chunkwise.put(out, slab.tokens, chunkwise.taken(reads, slab.tokens, heads) @ before)
@@ -123,63 +115,58 @@ def read(
 
 
 @read.register_fake
-def _(reads, maps, state, tokens, order, counts):  # type: ignore[no-untyped-def]
+def _(reads, maps, state, table):  # type: ignore[no-untyped-def]
     return reads.new_empty(*reads.shape[:2], state.shape[3]), torch.empty_like(state)
 
 
 @_operator
-def adjoint(
-    q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor | None, d_out: Tensor, tokens: Tensor, order: Tensor,
-    counts: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
+def adjoint(inputs: Sequence[Tensor], d_out: Tensor, table: Sequence[Tensor], scale: float) -> Tensor:
     """Gradients ``[P, H, K, V]`` of the states before runs through the outputs of the runs."""
-    inputs, form = Inputs(q, k, None, log_decay, beta), _form(beta, d_out)
-    d_state = d_out.new_zeros(order.shape[0], inputs.heads, k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
-    for first, stop, group in slabs(tokens, counts, inputs.heads, form.largest(inputs)):
+    given, order, k = Inputs(*inputs), table[1], inputs[1]
+    form, heads, given = _form(given), given.heads, given._replace(v=None)
+    d_state = d_out.new_zeros(order.shape[0], heads, k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
+    for first, stop, group in slabs(table, heads, form.largest(given)):
         for slab in reversed(group):
-            slab_out = form.taken(d_out, slab.tokens, inputs.heads) * scale
-            form.scan_back(slab, form.terms(slab, inputs), slab_out, d_state[first:stop])
+            slab_out = form.taken(d_out, slab.tokens, heads) * scale
+            form.scan_back(slab, form.terms(slab, given), slab_out, d_state[first:stop])
     return _restored(d_state, order)
 
 
 @adjoint.register_fake
-def _(q, k, log_decay, beta, d_out, tokens, order, counts, scale):  # type: ignore[no-untyped-def]
-    return d_out.new_empty(order.shape[0], d_out.shape[1], k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
+def _(inputs, d_out, table, scale):  # type: ignore[no-untyped-def]
+    k, runs = inputs[1], table[1].shape[0]
+    return d_out.new_empty(runs, d_out.shape[1], k.shape[2], d_out.shape[2], dtype=wide(k.dtype))
 
 
 @_operator
 def vjp(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, d_out: Tensor,
-    d_state: Tensor, tokens: Tensor, order: Tensor, counts: Tensor, scale: float,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, log_decay, beta (empty without), 0 outside the runs, and of the states before.
+    inputs: Sequence[Tensor], state: Tensor, d_out: Tensor, d_state: Tensor, table: Sequence[Tensor], scale: float
+) -> list[Tensor]:
+    """Gradients of the inputs, 0 outside the runs, and of the states before.
 
     Args:
         state, d_state: ``[P, H, K, V]``, states before the runs, gradients of those after.
     """
-    inputs, form = Inputs(q, k, v, log_decay, beta), _form(beta, v)
-    grads = [None if x is None else _one_more(x) for x in inputs]
+    given, order = Inputs(*inputs), table[1]
+    form, grads = _form(given), [_one_more(x) for x in inputs]
     state, d_state = state.index_select(0, order), d_state.index_select(0, order)
-    for first, stop, group in slabs(tokens, counts, inputs.heads, form.largest(inputs)):
+    for first, stop, group in slabs(table, given.heads, form.largest(given)):
         mine, entries = state[first:stop], []
         for slab in group[:-1]:  # the states before each slab, computed again
             entries.append(mine.clone())
-            form.scan(slab, form.terms(slab, inputs), mine)
+            form.scan(slab, form.terms(slab, given), mine)
         for slab, entry in zip(reversed(group), [mine, *reversed(entries)], strict=True):
-            of, slab_out = form.terms(slab, inputs), form.taken(d_out, slab.tokens, inputs.heads) * scale
+            of, slab_out = form.terms(slab, given), form.taken(d_out, slab.tokens, given.heads) * scale
             states = form.scan(slab, of, entry)
             back = form.scan_back(slab, of, slab_out, d_state[first:stop])
-            for grad, found in zip(grads, form.gradients(of, states, slab_out, back), strict=True):
-                if grad is not None:
-                    form.put(grad, slab.tokens, found)
-    each = [k.new_empty(0) if x is None else x[:-1].clone() for x in grads]
-    return [*each, _restored(d_state, order)]
+            for grad, found in zip(grads, form.gradients(of, states, slab_out, back), strict=False):  # beta's last
+                form.put(grad, slab.tokens, found)
+    return [*(x[:-1].clone() for x in grads), _restored(d_state, order)]
 
 
 @vjp.register_fake
-def _(q, k, v, log_decay, beta, state, d_out, d_state, tokens, order, counts, scale):  # type: ignore[no-untyped-def]
-    found = [k.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, log_decay, beta)]
-    return [*found, torch.empty_like(state)]
+def _(inputs, state, d_out, d_state, table, scale):  # type: ignore[no-untyped-def]
+    return [*(x.new_empty(x.shape) for x in inputs), torch.empty_like(state)]
 
 
 @_operator
@@ -225,9 +212,9 @@ def map_features(heads: int, keys: int, values: int, decays: int, dense: bool) -
     return heads * ((keys * keys if dense else decays) + keys * values)
 
 
-def _form(beta: Tensor | None, values: Tensor) -> types.ModuleType:
+def _form(given: Inputs) -> types.ModuleType:
     """The form in which a layer is computed: `tokenwise` a linear one whose heads have one value each."""
-    return tokenwise if beta is None and values.shape[-1] == 1 else chunkwise
+    return tokenwise if given.beta is None and given.v is not None and given.v.shape[-1] == 1 else chunkwise
 
 
 def _one_more(x: Tensor) -> Tensor:

@@ -36,8 +36,12 @@ def _tables(tensors: list[Tensor]) -> list[ChunkTable]:
     return [ChunkTable(*tensors[at : at + 5]) for at in range(0, _TABLES, 5)]
 
 
-def _cut(table: ChunkTable) -> tuple[Tensor, Tensor, Tensor]:
-    return table.tokens, table.order, table.counts
+def _cut(table: ChunkTable) -> list[Tensor]:
+    return [table.tokens, table.order, table.counts]
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
 
 
 def _skipped(table: ChunkTable) -> bool:
@@ -82,34 +86,34 @@ class _Passing(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
         q, k, v, log_decay, beta, initial, scale, apart, name, label, call, sizes, ends, *tensors = args
-        inputs, (whole, first, middle, last) = (q, k, v, log_decay, beta), _tables(tensors)
+        inputs, (whole, first, middle, last) = _present(q, k, v, log_decay, beta), _tables(tensors)
         dims = (log_decay.shape[1], k.shape[2], v.shape[2], 0 if beta is not None else log_decay.shape[2])
         entries = [initial.index_select(0, whole.starts)]
         outs, a = [], k.new_empty(0)
         final = initial.new_empty(ends.shape[0], *initial.shape[1:])
         if apart:
             entries.append(initial.index_select(0, first.starts))
-            out, states = _ops.run(*inputs, entries[1], *_cut(first), scale)
-            (send, *chain), in_middle = tensors[_TABLES : _TABLES + 6], _ops.opened(*inputs, *_cut(middle), scale)
+            out, states = _ops.run(inputs, entries[1], _cut(first), scale)
+            (send, *chain), in_middle = tensors[_TABLES : _TABLES + 6], _ops.opened(inputs, _cut(middle), scale)
             own, what = _rows(states, in_middle[2]), f"all-to-all of {label}"
             pending = _start(own, send, sizes[:2], name, what)
             outs.append(out)
         if not (apart and _skipped(whole)):
-            out, states = _ops.run(*inputs, entries[0], *_cut(whole), scale)
+            out, states = _ops.run(inputs, entries[0], _cut(whole), scale)
             outs.append(out)
             final = final.index_copy(0, whole.ends, states)
         if apart:
-            at_end = _ops.opened(*inputs, *_cut(last), scale)
+            at_end = _ops.opened(inputs, _cut(last), scale)
             rows = torch.cat([own, failure.wait(pending, what, name)])
             entries += _ops.compose(rows, *chain, middle.order, last.order, *dims, False)
             later = ((middle, in_middle, entries[2]), (last, at_end, entries[3]))
             for table, (opened, reads, maps), entry in later:
                 if not _skipped(table):
-                    more, states = _ops.read(reads, maps, entry, *_cut(table))
+                    more, states = _ops.read(reads, maps, entry, _cut(table))
                     outs.append((opened + more).to(v.dtype))
                     final = final if table is middle else final.index_copy(0, last.ends, states)
             a = in_middle[2][:, : -entries[0].shape[1:].numel()].clone()
-        ctx.save_for_backward(*inputs, a, *tensors, *entries)
+        ctx.save_for_backward(q, k, v, log_decay, beta, a, *tensors, *entries)
         ctx.scale, ctx.apart, ctx.name, ctx.label, ctx.call, ctx.sizes = scale, apart, name, label, call, sizes
         ctx.dims, ctx.num_starts = dims, initial.shape[0]
         return sum(outs[1:], outs[0]), final
@@ -119,13 +123,13 @@ class _Passing(torch.autograd.Function):
         check_first_order()
         q, k, v, log_decay, beta, a, *tensors = ctx.saved_tensors
         entries, (whole, first, middle, last) = tensors[_COUNT:], _tables(tensors)
-        inputs, d_out = (q, k, v, log_decay, beta), d_out.contiguous()
+        inputs, d_out = _present(q, k, v, log_decay, beta), d_out.contiguous()
         d_initial = d_final.new_empty(ctx.num_starts, *d_final.shape[1:])
         found = []
         if ctx.apart:
             d_states = d_final.index_select(0, last.ends)
-            *grads, d_states = _ops.vjp(*inputs, entries[3], d_out, d_states, *_cut(last), ctx.scale)
-            through = _ops.adjoint(q, k, log_decay, beta, d_out, *_cut(middle), ctx.scale)
+            *grads, d_states = _ops.vjp(inputs, entries[3], d_out, d_states, _cut(last), ctx.scale)
+            through = _ops.adjoint(inputs, d_out, _cut(middle), ctx.scale)
             (send, *chain), what = tensors[_TABLES + 6 : _COUNT], f"all-to-all of gradients, {ctx.label}"
             own = _rows(d_states, torch.cat([a, through.flatten(1)], dim=1))
             if ctx.call is not None:
@@ -134,7 +138,7 @@ class _Passing(torch.autograd.Function):
             found.append(grads)
         if not (ctx.apart and _skipped(whole)):
             d_states = d_final.index_select(0, whole.ends)
-            *grads, d_states = _ops.vjp(*inputs, entries[0], d_out, d_states, *_cut(whole), ctx.scale)
+            *grads, d_states = _ops.vjp(inputs, entries[0], d_out, d_states, _cut(whole), ctx.scale)
             found.append(grads)
             d_initial = d_initial.index_copy(0, whole.starts, d_states)
         if ctx.apart:
@@ -142,12 +146,16 @@ class _Passing(torch.autograd.Function):
             behind = _ops.compose(rows, *chain, middle.order, first.order, *ctx.dims, True)
             for table, entry, d_states in ((middle, entries[2], behind[0]), (first, entries[1], behind[1])):
                 if not _skipped(table):
-                    *grads, d_states = _ops.vjp(*inputs, entry, d_out, d_states, *_cut(table), ctx.scale)
+                    *grads, d_states = _ops.vjp(inputs, entry, d_out, d_states, _cut(table), ctx.scale)
                     found.append(grads)
                     d_initial = d_initial if table is middle else d_initial.index_copy(0, first.starts, d_states)
         grads = [sum(each[1:], each[0]) for each in zip(*found, strict=True)]
-        d_beta = None if beta is None else grads[4]
-        return *grads[:4], d_beta, d_initial if ctx.needs_input_grad[5] else None, *[None] * (7 + _COUNT)
+        return (
+            *grads,
+            *[None] * (5 - len(grads)),
+            d_initial if ctx.needs_input_grad[5] else None,
+            *[None] * (7 + _COUNT),
+        )
 
 
 def _rows(known: Tensor, middle: Tensor) -> Tensor:

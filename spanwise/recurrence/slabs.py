@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor | None
     log_decay: Tensor
-    beta: Tensor | None
+    beta: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -44,14 +44,14 @@ class Slab(NamedTuple):
 _SLAB = 1 << 20
 
 
-def slabs(tokens: Tensor, counts: Tensor, heads: int, dims: int) -> Iterator[tuple[int, int, list[Slab]]]:
+def slabs(table: Sequence[Tensor], heads: int, dims: int) -> Iterator[tuple[int, int, list[Slab]]]:
     """Batches ``[first, stop)`` of the runs, by length, each with its slabs in order.
 
     Args:
-        tokens: ``[N, C]``, chunks step by step.
-        counts: runs that have a chunk at each step.
+        table: tokens, order and counts of a `ChunkTable`.
         dims: elements of a chunk's largest tensor, over C.
     """
+    tokens, _, counts = table
     steps: list[int] = counts.tolist()
     offsets = [sum(steps[:i]) for i in range(len(steps))]
     most = max(1, _SLAB // max(heads * tokens.shape[1] * dims, 1))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.traffic import add_pairs, row_of
+from spanwise.layouts.traffic import add_pairs
 from spanwise.masks.arrays import Int64
 from spanwise.routes.route import RouteProblem, Tables
 
@@ -82,7 +82,7 @@ def _rows(problem: RouteProblem) -> Iterator[tuple[_Pieces, _Pieces, _Pieces, In
     size = problem.host_groups
     load = np.zeros((-(-problem.num_groups // size), size), np.int64)  # tokens that each group gets from other hosts
     for row, needs in enumerate(problem.needs):
-        pieces = _pieces(needs, problem.layout, row_of(problem.layout, row), size)
+        pieces = _pieces(needs, problem.layout, row, size)
         inside = pieces.owner // size == pieces.host
         near, far, relay = pieces.of(inside), *_relayed(pieces.of(~inside), load)
         alone = np.arange(size) == (relay % size)[:, None]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.traffic import Needs, add_pairs, row_of
+from spanwise.layouts.traffic import Needs, add_pairs
 from spanwise.masks.arrays import Int64
 
 # Columns of moves, int64 `[m, 5]`.
@@ -80,7 +80,7 @@ class RouteProblem:
 
     def held(self, row: int) -> Int64:
         """What the groups hold in a batch row, int64 ``[n, 3]``: group, start, stop; ascending by group, then start."""
-        return self.layout.pieces(row_of(self.layout, row))
+        return self.layout.pieces(row)
 
     def owned(self) -> Int64:
         """`held` of all batch rows, int64 ``[n, 4]``: batch row, group, start, stop."""
@@ -243,7 +243,7 @@ class Route:
 
 def _cut_by_owner(layout: Layout, row: int, receiver: Int64, runs: Int64) -> Int64:
     """Moves of runs ``[n, 2]`` to their receivers ``[n]``, each from the group that holds the keys."""
-    run, owner, both = layout.owners_of(runs, row_of(layout, row))
+    run, owner, both = layout.owners_of(runs, row)
     return np.column_stack([np.full(len(run), row), receiver[run], owner, both])
 
 

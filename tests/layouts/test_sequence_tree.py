@@ -67,7 +67,7 @@ def test_weights_of_sequences():
     with pytest.raises(ValueError, match=r"values\[1\] must be a number or one for each of the sequence's 3 tokens"):
         found.weights([1, [1, 2], 3])
     assert found.weights(torch.tensor([1, 10, 100], dtype=torch.bfloat16)).tolist() == [111, 1, 10, 10]
-    with pytest.raises(ValueError, match=r"values\[2\] must be a number or one for each token, got None"):
+    with pytest.raises(ValueError, match=r"values\[2\] must be a number or one for each of .* got None"):
         found.weights([1, 2, None])
     with pytest.raises(ValueError, match=r"values\[0\] needs a gradient, .* multiply log-probabilities by it"):
         found.weights(torch.ones(3, requires_grad=True))

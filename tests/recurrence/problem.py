@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from spanwise import recurrence
 from tests.recurrence import oracle
 
 KINDS = ("mamba2", "gla", "lightning", "gdn", "kda", "mamba", "griffin")
+
+
+def documents_of(cuts: list[int]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(cuts))
+
+
+def plan_of(cuts: list[int], ranks: int, balancer: Any = "head_tail", block_size: int = 4) -> spanwise.Plan:
+    mask = spanwise.SpanMask.documents(cuts)
+    return spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=block_size)
 
 
 @dataclasses.dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from spanwise.planning import recurrent
 from spanwise.recurrence import _ops, slabs
 from tests.ranks.harness import run_ranks
 from tests.recurrence import problem as problems
-from tests.recurrence.problem import KINDS, Problem
+from tests.recurrence.problem import KINDS, Problem, documents_of, plan_of
 
 
 class Owners:
@@ -34,15 +33,6 @@ class Owners:
         return spanwise.Layout.from_owners(self.owners, num_ranks, problem.seq_len, self.block_size)
 
 
-def _documents(cuts: list[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(cuts))
-
-
-def _plan(cuts: list[int], ranks: int, balancer: Any, block_size: int = 4) -> spanwise.Plan:
-    mask = spanwise.SpanMask.documents(cuts)
-    return spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=block_size)
-
-
 def _compare(plan: spanwise.Plan, problem: Problem, tolerance: float = 1e-10) -> None:
     problems.check(plan, problem, run_ranks(plan.num_ranks, problems.on_rank, plan, problem), tolerance)
 
@@ -50,7 +40,7 @@ def _compare(plan: spanwise.Plan, problem: Problem, tolerance: float = 1e-10) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32(kind: str) -> None:
     cuts = [0, 5, 70, 71, 200]
-    _compare(_plan(cuts, 4, "head_tail"), problems.make(kind, 200, _documents(cuts)).to(torch.float32), 2e-5)
+    _compare(plan_of(cuts, 4, "head_tail"), problems.make(kind, 200, documents_of(cuts)).to(torch.float32), 2e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,9 +50,9 @@ def test_bfloat16_gradients(kind: str) -> None:
     Under autocast, too.
     """
     cuts = [0, 33, 60]
-    problem = problems.make(kind, 60, _documents(cuts)).to(torch.float32)
+    problem = problems.make(kind, 60, documents_of(cuts)).to(torch.float32)
     problem = dataclasses.replace(problem, inputs=[x.bfloat16() for x in problem.inputs])
-    plan = _plan(cuts, 2, "head_tail")
+    plan = plan_of(cuts, 2, "head_tail")
 
     def on_rank(rank: int, mesh: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -84,8 +74,8 @@ def test_any_owners_and_documents(data: st.DataObject, kind: str, ranks: int, se
     )
     inner = data.draw(st.lists(st.integers(0, length), max_size=6))
     cuts = sorted([0, length, *inner]) if data.draw(st.booleans()) else sorted({0, length, *inner})
-    plan = _plan(cuts, ranks, Owners(owners, block_size))
-    problem = problems.make(kind, length, _documents(cuts), seed, data.draw(st.sampled_from([0.1, 2.0, 300.0])))
+    plan = plan_of(cuts, ranks, Owners(owners, block_size))
+    problem = problems.make(kind, length, documents_of(cuts), seed, data.draw(st.sampled_from([0.1, 2.0, 300.0])))
     scale = data.draw(st.sampled_from([0.5, None]))
     with mock.patch.object(slabs, "_SLAB", data.draw(st.sampled_from([1 << 20, 256]))):  # one slab, or one a chunk
         _compare(plan, dataclasses.replace(problem, scale=scale))
@@ -96,12 +86,12 @@ def test_any_owners_and_documents(data: st.DataObject, kind: str, ranks: int, se
 def test_decays_that_forget_everything(kind: str, dtype: torch.dtype) -> None:
     """Log decays from -1e4 to 0 and -inf side by side neither overflow nor cancel."""
     cuts = [0, 7, 80]
-    problem = problems.make(kind, 80, _documents(cuts), decay=0.01)
+    problem = problems.make(kind, 80, documents_of(cuts), decay=0.01)
     decay = problem.inputs[3]
     decay[::5] = -1e4
     decay[3::11] = -torch.inf
     decay[4::7] = 0.0
-    plan = _plan(cuts, 3, "head_tail")
+    plan = plan_of(cuts, 3, "head_tail")
     _compare(plan, problem.to(dtype), 1e-10 if dtype == torch.float64 else 2e-5)
 
 
@@ -119,12 +109,12 @@ def _probe(rank: int, mesh: Any, plan: spanwise.Plan, problem: Problem, poisoned
 @pytest.mark.parametrize("poisoned", [0, 2, 3])
 def test_nan_stays_in_its_document(kind: str, poisoned: int) -> None:
     cuts = [0, 9, 10, 33, 34, 70]
-    problem = problems.make(kind, 70, _documents(cuts))
+    problem = problems.make(kind, 70, documents_of(cuts))
     start, stop = problem.documents[poisoned]
     for x in problem.inputs:
         x[start:stop] = torch.nan
     problem.d_out[start:stop] = torch.nan
-    found = run_ranks(4, _probe, _plan(cuts, 4, "head_tail"), problem, poisoned)
+    found = run_ranks(4, _probe, plan_of(cuts, 4, "head_tail"), problem, poisoned)
     assert all(clean for clean, _ in found) and any(reached for _, reached in found)
 
 
@@ -144,50 +134,42 @@ def test_padding_belongs_to_no_document(kind: str, balancer: str) -> None:
     problems.check(plan, problem, results, 1e-10)
 
 
-def test_batch_rows_with_layouts_and_documents_of_their_own() -> None:
-    cuts = [[0, 3, 9, 32], [0, 20, 32]]
+@pytest.mark.parametrize(
+    ("kind", "cuts", "balancer", "ranks"),
+    [
+        ("gdn", [[0, 3, 9, 32], [0, 20, 32]], "lpt", 3),  # each row has a layout and documents
+        ("kda", [[0, 11, 40]] * 2, "head_tail", 1), ("kda", [[0, 11, 40]] * 2, "head_tail", 2),
+    ],
+)  # fmt: skip
+def test_batch_rows(kind: str, cuts: list[list[int]], balancer: str, ranks: int) -> None:
+    """And states from one call to the next."""
+    length, own = cuts[0][-1], cuts[0] != cuts[1]
     masks = [spanwise.SpanMask.documents(row) for row in cuts]
-    plan = spanwise.make_plan(spanwise.SpanMask.stack(masks), 3, balancer="lpt", exchange="needed", block_size=2)
-    both = [problems.make("gdn", 32, _documents(row), seed) for seed, row in enumerate(cuts)]
+    mask = spanwise.SpanMask.stack(masks) if own else masks[0]
+    plan = spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=2)
+    assert plan.layout.batch_size == 1 + own
+    both = [problems.make(kind, length, documents_of(row), seed) for seed, row in enumerate(cuts)]
+
+    def chosen(states: list[torch.Tensor], which: torch.Tensor) -> torch.Tensor:
+        return torch.cat(states)[which] if own else torch.stack([x[which] for x in states])
 
     def on_rank(rank: int, mesh: Any) -> Any:
-        route = recurrence.recurrence_route(plan, mesh, cu_seqlens=cuts)
+        route = recurrence.recurrence_route(plan, mesh if ranks > 1 else None, cu_seqlens=cuts if own else None)
         inputs = [plan.shard(torch.stack(pair), rank) for pair in zip(*(p.inputs for p in both), strict=True)]
-        out, final = problems.layer(both[0], inputs, route, return_final=True)
-        return out, final, route.ends
-
-    whole = [problems.expected(dataclasses.replace(p, initial=torch.zeros_like(p.initial))) for p in both]
-    outs, finals = torch.stack([w[0] for w in whole]), torch.cat([w[1] for w in whole])
-    assert plan.layout.batch_size == 2
-    for rank, (out, final, ends) in enumerate(run_ranks(3, on_rank)):
-        torch.testing.assert_close(out, plan.shard(outs, rank))
-        torch.testing.assert_close(final, finals[ends])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_of_one_layout(ranks: int) -> None:
-    """Batch rows that share layout and documents, and states from one call to the next."""
-    cuts = [0, 11, 40]
-    plan = _plan(cuts, ranks, "head_tail")
-    both = [problems.make("kda", 40, _documents(cuts), seed) for seed in (0, 1)]
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        route = recurrence.recurrence_route(plan, mesh if ranks > 1 else None)
-        inputs = [plan.shard(torch.stack(pair), rank) for pair in zip(*(p.inputs for p in both), strict=True)]
-        initial = torch.stack([p.initial[route.starts] for p in both])
+        initial = chosen([p.initial for p in both], route.starts)
         out, final = problems.layer(both[0], inputs, route, initial=initial, return_final=True)
         return out, final, route.ends
 
-    whole = [problems.expected(p) for p in both]
+    outs, finals = zip(*(problems.expected(p)[:2] for p in both), strict=True)
     for rank, (out, final, ends) in enumerate(run_ranks(ranks, on_rank)):
-        torch.testing.assert_close(out, plan.shard(torch.stack([w[0] for w in whole]), rank))
-        torch.testing.assert_close(final, torch.stack([w[1][ends] for w in whole]))
+        torch.testing.assert_close(out, plan.shard(torch.stack(outs), rank))
+        torch.testing.assert_close(final, chosen(list(finals), ends))
 
 
 def test_normalized_queries_and_keys() -> None:
     problem = problems.make("gdn", 20, [(0, 20)])
     q, k, *rest = problem.inputs
-    route = recurrence.recurrence_route(_plan([0, 20], 1, "contiguous"))
+    route = recurrence.recurrence_route(plan_of([0, 20], 1, "contiguous"))
     unit = [x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k)]
     got = recurrence.gated_delta(q, k, *rest, route, normalize=True)
     torch.testing.assert_close(got, recurrence.gated_delta(*unit, *rest, route))
@@ -208,7 +190,7 @@ def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, rank
         for to, segment in zip(readers.tolist(), maps.send.tolist(), strict=True):
             sent[rank, to].append(segment)
     wanted = {pair: [] for pair in sent}
-    for start, stop in _documents(cuts):
+    for start, stop in documents_of(cuts):
         runs = [(i, owners[i]) for i in range(start, stop) if i == start or owners[i] != owners[i - 1]]
         for number, (first, owner) in enumerate(runs):
             for reader in {other for _, other in runs[number + 1 :]} - {owner}:
@@ -249,7 +231,7 @@ def test_most_is_computed_while_maps_travel(monkeypatch: pytest.MonkeyPatch, kin
     """Each rank of this layout holds a whole document, and segments that open, continue and close others."""
     cuts, ranks = [0, 10, 20, 30, 60, 90], 3
     owners = [0, 1, 2, 0, 1, 2, 1, 2, 0]
-    plan, problem = _plan(cuts, ranks, Owners(owners, 10), 10), problems.make(kind, 90, _documents(cuts))
+    plan, problem = plan_of(cuts, ranks, Owners(owners, 10), 10), problems.make(kind, 90, documents_of(cuts))
     seen: dict[int, list[str]] = {rank: [] for rank in range(ranks)}
 
     def told(name: str, function: Any) -> Any:
@@ -274,8 +256,8 @@ def test_most_is_computed_while_maps_travel(monkeypatch: pytest.MonkeyPatch, kin
 
 def test_documents_on_one_rank_need_no_communication() -> None:
     cuts = [0, 8, 16, 24]
-    plan = _plan(cuts, 3, "contiguous", block_size=8)
-    problem = problems.make("gdn", 24, _documents(cuts))
+    plan = plan_of(cuts, 3, "contiguous", block_size=8)
+    problem = problems.make("gdn", 24, documents_of(cuts))
 
     def on_rank(rank: int, mesh: Any) -> Any:
         route = recurrence.recurrence_route(plan, mesh)

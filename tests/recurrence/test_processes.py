@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -13,23 +12,15 @@ import spanwise
 from spanwise import recurrence
 from tests.ranks.gloo import GlooPool
 from tests.recurrence import problem as problems
+from tests.recurrence.problem import documents_of, plan_of
 
 CUTS = [[0, 5, 70, 71, 110], [0, 64, 90], [0, 1, 2, 60], [0, 3, 90, 140], [0, 40, 44, 61]]
 
 
-def _plan(cuts: list[int], ranks: int) -> spanwise.Plan:
-    mask = spanwise.SpanMask.documents(cuts)
-    return spanwise.make_plan(mask, ranks, balancer="head_tail", exchange="needed", block_size=4)
-
-
-def _documents(cuts: list[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(cuts))
-
-
 @pytest.mark.parametrize("kind", ["mamba2", "kda"])
 def test_processes(gloo_pool: GlooPool, kind: str) -> None:
-    problem = problems.make(kind, 110, _documents(CUTS[0]))
-    plan = _plan(CUTS[0], 3)
+    problem = problems.make(kind, 110, documents_of(CUTS[0]))
+    plan = plan_of(CUTS[0], 3)
     problems.check(plan, problem, gloo_pool.run(3, problems.on_rank, plan, problem), 1e-10)
 
 
@@ -81,8 +72,8 @@ def _order(graph: Any) -> str:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiles)])
 def test_compiled_once_for_all_plans_and_checkpointed(gloo_pool: GlooPool, compiled: bool) -> None:
-    plans = [_plan(cuts, 2) for cuts in CUTS[:3]]
-    each = [problems.make("kda", cuts[-1], _documents(cuts)) for cuts in CUTS[:3]]
+    plans = [plan_of(cuts, 2) for cuts in CUTS[:3]]
+    each = [problems.make("kda", cuts[-1], documents_of(cuts)) for cuts in CUTS[:3]]
     weight = torch.randn(10, 4, dtype=torch.float64)
     results = gloo_pool.run(2, _steps, plans, each, weight, compiled)
     for count, orders in results:
@@ -127,8 +118,8 @@ def _compiled_disagreeing(rank: int, mesh: Any, plans: list[Any], problem: Any) 
 @pytest.mark.compiles
 def test_compiled_ranks_that_disagree(gloo_pool: GlooPool) -> None:
     """Before a collective starts, and so that the groups go on working."""
-    plans = [_plan(CUTS[1], 2), spanwise.make_plan(spanwise.SpanMask.documents(CUTS[1]), 2, balancer="contiguous")]
-    problem = problems.make("gdn", 90, _documents(CUTS[1]))
+    plans = [plan_of(CUTS[1], 2), spanwise.make_plan(spanwise.SpanMask.documents(CUTS[1]), 2, balancer="contiguous")]
+    problem = problems.make("gdn", 90, documents_of(CUTS[1]))
     wanted = ["compiled gated_delta", "1.0", "compiled causal_conv", "(1, 3, 2, 3, 2, 4, 2, 1)", "compiled relayout"]
     for texts in gloo_pool.run(2, _compiled_disagreeing, plans, problem):
         for number, (text, want) in enumerate(zip(texts, wanted, strict=True)):
@@ -141,4 +132,4 @@ def _routes(rank: int, mesh: Any, plan: Any) -> None:
 
 def test_routes_that_differ(gloo_pool: GlooPool) -> None:
     with pytest.raises(ValueError, match="ranks made different plans"):
-        gloo_pool.run(2, _routes, _plan(CUTS[1], 2))
+        gloo_pool.run(2, _routes, plan_of(CUTS[1], 2))

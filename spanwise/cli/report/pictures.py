@@ -115,8 +115,8 @@ def draw(key: str, title: str, lanes: Sequence[Lane], most: float, lane: int = L
 # CSS pixels; cells of the mask a side; levels of the heat map.
 _MARGIN, _TOP, _SIDE = 64, 18, 640
 _CELLS, _LEVELS = 320, 12
-#: Most ranks of a timeline.
-_MOST = 16
+#: Most ranks of a timeline or table; of more a sample is shown, from the busiest to the idlest.
+MOST_RANKS = 16
 
 
 def owners(layout: Layout, positions: np.ndarray, row: int = 0) -> np.ndarray:
@@ -186,7 +186,7 @@ def draw_timeline(key: str, plan: Plan, name: str) -> Drawing:
     intervals = plan.timeline(name).intervals
     most = 1e3 * max((one.end for one in intervals), default=0.0)
     found = []
-    for rank in sample_ranks(plan.work(name), _MOST):
+    for rank in sample_ranks(plan.work(name), MOST_RANKS):
         bars: dict[str, list[Bar]] = {"compute": [], "exchange": []}
         for one in (one for one in intervals if one.rank == rank):
             kind = "local" if "local" in one.name else "remote" if "attention" in one.name else "copy"

@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 
 from spanwise.cli.report.page import Bar, Block, Heading, Legend, Preformatted, Table, pairs, render_page
-from spanwise.cli.report.pictures import draw_mask, draw_timeline, draw_traffic, sample_ranks
+from spanwise.cli.report.pictures import MOST_RANKS, draw_mask, draw_timeline, draw_traffic, sample_ranks
 from spanwise.cli.report.svg import RANK_COLORS
 from spanwise.overlap.explain import units
 from spanwise.planning.explain import describe_exchange
 from spanwise.planning.grids import Grid
 from spanwise.planning.plan import Plan
 
-#: Most rows of a table of ranks; of more ranks a sample is shown, from the busiest to the idlest.
-MOST_RANKS = 16
-
-_CELLS = "Every cell is one query row and one key, sampled. The strips show which rank holds the tokens."
 _TIMES = Legend(
     (
         ("local", "attention on own keys"), ("remote", "attention on received keys"), ("copy", "packing and summing"),
@@ -163,7 +159,7 @@ def _mask(plan: Plan, name: str, key: str) -> list[Block]:
         Heading(2, f"Mask “{name}”: who computes what" if len(plan.masks) > 1 else "Who computes what"),
         Legend([*colors[: plan.num_ranks], ("muted", "pale: keys of another rank")]),
         draw_mask(key, plan, name),
-        _CELLS,
+        "Every cell is one query row and one key, sampled. The strips show which rank holds the tokens.",
         rank_table(plan, name),
         {"Held for the exchange": f"{held} a layer on the fullest rank; {saved} of it for the backward"},
     ]

@@ -53,7 +53,10 @@ class Selection:
         return mask.masked_fill(~self._picked, torch.finfo(dtype).min)
 
     def picked(self, planned: PlannedBatch) -> torch.Tensor:
-        """Whether each query of this rank reads each key, causality aside: bool ``[T, N]``. A collective call."""
+        """Whether each query of this rank reads each key, causality aside: bool ``[T, N]``. A collective call.
+
+        Under Ulysses, where a rank computes all queries for its heads: ``[N, N]``.
+        """
         if planned.documents.tree is not None:
             raise ValueError("indexers rank the keys of a document; a tree of prefixes has paths: pack them instead")
         if self._picked is None:
@@ -78,6 +81,8 @@ class Selection:
                 causal = at[:, None] >= torch.arange(begin, end, device=at.device)
                 found = self._run(queries, len(tokens), causal[None], _Keys(whole[:, begin:end]))
                 picked[queries, begin:end].scatter_(1, found[0].long(), True)
+        if planned.plan.inner > 1:
+            picked = spanwise.unshard(planned.plan, x=picked[None].to(torch.uint8))[0].bool()
         return picked
 
     def _run(self, queries: slice, num_tokens: int, mask: torch.Tensor, keys: _Keys) -> torch.Tensor:
@@ -110,9 +115,10 @@ class _Keys:
 
 
 def reading(picked: torch.Tensor, tokens: torch.Tensor) -> Any:
-    """A score_mod under which the queries at `tokens` ``[T]`` read what they `picked` ``[T, N]``."""
-    place = torch.zeros(picked.shape[1], dtype=torch.int64, device=tokens.device)
-    place[tokens.long()] = torch.arange(len(tokens), device=tokens.device)
+    """A score_mod under which the queries at `tokens` ``[T]`` read what they `picked` ``[T, N]``; all ``[N, N]``."""
+    place = torch.arange(picked.shape[1], device=tokens.device)
+    if len(picked) < len(place):
+        place[tokens.long()] = torch.arange(len(tokens), device=tokens.device)
 
     def score_mod(
         score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor

@@ -124,6 +124,8 @@ def mask_weights(config: Any) -> dict[str, int]:
 def span_masks(config: Any, documents: Documents, batch: Batch) -> dict[str, spanwise.SpanMask]:
     """The masks of a model's layers, by the names of `mask_weights`."""
     kinds, text, rule, masks = mask_weights(config), config.get_text_config(), _rule_of(config), {}
+    if documents.tree is not None and any(kind in MIXED for kind in layer_types(config)):
+        raise ValueError("layers that carry a state cannot follow the branches of a tree; give each path as a document")
     blocks, window = _blocks(batch, config, documents), getattr(text, "sliding_window", None) or 0
     for kind in kinds:
         left = {SLIDING: window - 1, NO_ATTENTION: 0}.get(kind)
@@ -251,8 +253,6 @@ def plan_documents(
             weights[name] += layers[kind]
         states = recurrences(config, sum(kind in MIXED for kind in layer_types(config)))
         carried |= {name + other if number else name: x for name, x in states.items()}
-    if carried and documents.tree is not None:
-        raise ValueError("layers that carry a state cannot follow the branches of a tree; give each path as a document")
     offsets, rows = documents.cu_seqlens if documents.tree is None else None, [row_dim(config) for config in configs]
     priced = {"recurrences": carried or None, "kv_row_dim": None if None in rows else max(rows)}  # type: ignore[type-var]
     options = priced | {"cu_seqlens": offsets, **options}

@@ -37,6 +37,7 @@ from tests.ranks.harness import run_ranks
 LENGTHS = (23, 41, 7, 30)
 BESIDE_IMAGES = (22, 31, 17)  # tokens of text of three documents
 SECONDS = 120  # for one model
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "huggingface-models.json"
 
 
 def _train(rank: int, mesh: Any, models: list[Any], batch: dict[str, Any]) -> Any:

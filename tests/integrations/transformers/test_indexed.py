@@ -22,6 +22,13 @@ def test_exact(kind: str, ranks: int, form: str) -> None:
     tiny.check(tiny.train(kind, batch, ranks), tiny.reference(tiny.model_of(kind), DOCUMENTS))
 
 
+def test_a_rank_that_computes_all_queries_of_its_heads() -> None:
+    """Ulysses; layers share a selection."""
+    for kind in ("deepseek_v32", "hy_v4"):
+        results = tiny.train(kind, tiny.packed(DOCUMENTS), exchange="ulysses", balancer="head_tail", block_size=4)
+        tiny.check(results, tiny.reference(tiny.model_of(kind), DOCUMENTS))
+
+
 def test_selections_matter() -> None:
     """Or the tests above would show nothing."""
     all_keys = tiny.reference(tiny.model_of("deepseek_v32", index_topk=64), DOCUMENTS)

@@ -94,15 +94,22 @@ def test_outputs_of_two_layouts(act: Any) -> None:
         run_ranks(2, on_rank)
 
 
-def test_places_in_the_outputs_of_a_rank() -> None:
+def test_places_and_pools_in_the_outputs_of_a_rank() -> None:
+    """Two rows on two ranks: a shard has as many tokens as a row, so that the batch's mask would fit."""
     model = transformers.AutoModel.from_config(tiny.config_of("llama")).train()
+    batch = {"input_ids": torch.stack(tiny.documents_of((12, 12)))}
 
     def on_rank(rank: int, mesh: Any) -> None:
-        hidden = hf.context_parallel(copy.deepcopy(model), mesh)(input_ids=BATCH["input_ids"]).last_hidden_state
+        out = hf.context_parallel(copy.deepcopy(model), mesh)(**batch, output_hidden_states=True)
+        hidden = out.last_hidden_state
         places = (slice(None), -1), (slice(None), slice(-3, None)), (torch.tensor([0]), torch.tensor([5]))
         for index in (*places, (..., slice(None, -1), slice(None)), (0, 5), (None, slice(None), 0)):
             with pytest.raises(ValueError, match=r"names places in the sequence.*spanwise.unshard"):
                 hidden[index]
+        mask = torch.ones(2, 12, 1)
+        for pool in (lambda: (hidden * mask).sum(1), lambda: mask * hidden, lambda: out.hidden_states[-1].mean(1)):
+            with pytest.raises(ValueError, match=r"of a shard.*several places and rows.*spanwise.unshard"):
+                pool()
         assert type(hidden[0, torch.arange(3)]) is torch.Tensor
         assert hidden[..., :4].shape == hidden[:, :, :4].shape == (1, hidden.shape[1], 4)
         assert type(hidden.as_subclass(torch.Tensor)[:, -1]) is type(copy.deepcopy(hidden.detach())) is torch.Tensor
@@ -142,24 +149,3 @@ def test_compiled_functions_of_a_ranks_outputs(backend: str) -> None:
         assert type(value) is torch.Tensor
     for got, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, want)
-
-
-def test_pooling_over_the_tokens_of_a_rank() -> None:
-    """Two rows on two ranks: a shard has as many tokens as a row, so that the batch's mask would fit."""
-    model = tiny.model_of("llama")
-    batch = {"input_ids": torch.stack(tiny.documents_of((12, 12)))}
-
-    def on_rank(rank: int, mesh: Any) -> None:
-        out = hf.context_parallel(copy.deepcopy(model), mesh)(**batch, output_hidden_states=True)
-        hidden = out.hidden_states[-1]
-        with pytest.raises(ValueError, match=r"names places in the sequence.*spanwise.unshard"):
-            hidden[:, -1]
-        mask = torch.ones(2, 12, 1)
-        for pool in (lambda: (hidden * mask).sum(1), lambda: mask * hidden, lambda: out.logits.mean(1)):
-            with pytest.raises(ValueError, match=r"of a shard.*several places and rows.*spanwise.unshard"):
-                pool()
-        weights = torch.ones(1, 12, 1)
-        assert (hidden * weights * torch.ones(64)).mean(-1, keepdim=True).mean().dim() == 0
-        assert hidden[0].mean(-1).shape == (12,)
-
-    run_ranks(2, on_rank)

@@ -36,7 +36,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 # Each option at least once, with others beside it.
 RUNS: dict[str, dict[str, Any]] = {
     "epochs, accumulated, sliding, checkpointed": dict(
-        gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3, model="gemma3", data_seed=9,
+        gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3, model="qwen2, sliding", data_seed=9,
         dataloader_drop_last=True, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
     ),
     "replicas, a count each, experts": dict(
@@ -58,10 +58,8 @@ RUNS: dict[str, dict[str, Any]] = {
     ),
     "FSDP, replicas, accumulated, evaluated": dict(dp=2, shard=True, gradient_accumulation_steps=2, **EVALUATED),
     "stream, collated by transformers": dict(dp=2, data=runs.streamed, collator=runs.flattened),
-    "states alone, evaluated at the start, packed": dict(
-        EVALUATED, eval_on_start=True, collator=runs.pack_without_first, model="mamba2",
-    ),
-    "evaluated in bfloat16": dict(EVALUATED, bf16_full_eval=True),
+    "evaluated at the start, packed": dict(EVALUATED, eval_on_start=True, collator=runs.pack_without_first),
+    "states alone, evaluated in bfloat16": dict(EVALUATED, bf16_full_eval=True, model="mamba2"),
     "bfloat16": dict(bf16=True, max_grad_norm=0.0, learning_rate=1e-4, close=5e-3),
     **{f"images, {model}": dict(model=model, **(EVALUATED if model == "llava" else {})) for model in images.MODELS},
 }  # fmt: skip

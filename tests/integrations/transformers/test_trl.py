@@ -37,8 +37,8 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     ],
     "DPO": [
         dict(dp=2, **EVALUATED),
-        dict(loss_type=["sigmoid", "ipo", "sft"], use_weighting=True, max_length=16),
-        dict(lora="given", ld_alpha=0.5),
+        dict(loss_type=["sigmoid", "ipo", "sft"], max_length=16),
+        dict(lora="given", ld_alpha=0.5, use_weighting=True),
         dict(padding_free=True, **EXPERTS),
         dict(shard=True, f_divergence_type="js_divergence"),
         dict(dp=2, loss_type=["bco_pair"]),

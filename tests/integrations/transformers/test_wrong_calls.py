@@ -311,6 +311,7 @@ WRONG: dict[str, tuple[Call, str]] = {
             ("llama", {"label_weights": torch.ones(1, 5), "tree": None}, "label_weights"),
             ("llama4", {}, "chunked attention"),
             ("qwen3_next", {}, "cannot follow the branches of a tree"),
+            ("minimax", {}, "cannot follow the branches of a tree"),
         )
     },
 }  # fmt: skip

@@ -245,7 +245,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", dict(intermediate_size_mlp=96, no_rope_layers=[1, 0, 1], floor_scale=8, **_CHUNKED)),
     "granite": ("granite", dict(attention_multiplier=0.1, logits_scaling=2.0)),
     "gemma2": ("gemma2", dict(attn_logit_softcapping=5.0, query_pre_attn_scalar=16)),
-    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1])),
     "qwen3_5": ("qwen3_5_text", {}),
     "kimi_linear": ("kimi_linear", dict(linear_num_heads=2, linear_head_dim=8)),
     "falcon_h1": ("falcon_h1", dict(mamba_d_ssm=128, **_MAMBA2)),
