@@ -31,11 +31,8 @@ import torch.distributed as dist
 
 from spanwise import _torch
 
-# Seconds between two looks of the thread. An all-gather takes some 0.3 ms of CPU time on each rank. Where all cores
-# compute, one every millisecond made calls of 4 ms 1.3 times as long, one every 50 ms 1.004 times.
-PERIOD = 50e-3
+PERIOD = 50e-3  # between two looks of the thread; with 1 ms, calls of 4 ms took 1.3 times as long, with this 1.004
 POLL = 2e-4  # where a call waits
-PATIENCE = 2.0  # seconds in which all ranks must fail in a call for the calls to go on
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 REFUSED = "an error"  # name of the call that stands for one that raised
 _WIDTH, _WORDS = 120, 8192  # digests in one all-gather; bytes that describe the calls of a rank after a mismatch
@@ -85,10 +82,9 @@ class Expectation:
         self._fresh: dict[int, Hashable] = {}  # of each kind the last one; of -1 that of the last call with one
 
     def meets(self, kind: int, fresh: Hashable, backward: bool) -> bool:
-        """Whether a call is the expected one; it then belongs to the last ones.
+        """Whether a call is the expected one; the first of a `kind` with another `fresh` fact never is.
 
-        A model makes a call for each layer, then as many backwards; their place is counted. The first call of a `kind`
-        with another `fresh` fact is never expected.
+        A model makes a call for each layer, then as many backwards; their place is counted.
         """
         self._place = min(self._place + 1, 1024) if backward == self._backward else 0
         placed, plain = (self._place, *self._last), (-1, *self._last)
@@ -147,22 +143,20 @@ class CallLog:
         self.count = self.confirmed = 0
         self.error = self.broken = ""
         self.added = 0.0  # when the last call was recorded
+        self._ends = False  # whether `error` holds for all calls to come
         # Names of groups may differ by rank; each rank counts its logs of these ranks, alike.
-        self._store = _torch.group_store(dist.group.WORLD or groups[0])
-        self._key = f"spanwise/calls/{','.join(map(str, ranks))}"
-        self._key += f"/{self._store.add(f'{self._key}/{self.rank}', 1)}"
+        store, key = _torch.group_store(dist.group.WORLD or groups[0]), f"spanwise/calls/{','.join(map(str, ranks))}"
+        key += f"/{store.add(f'{key}/{self.rank}', 1)}/connect"
         with _torch.without_modes():
             for group in groups:  # gloo's own wait for connections would not end when a process does
                 own = torch.zeros(1, device=_torch.comparison_device(group))
                 _torch.wait(_torch.start_all_gather(own, group.size(), _torch.group_name(group)))
         timeout = _torch.group_timeout(groups[0])
-        self.host = _torch.host_group(self._store, f"{self._key}/connect", self.rank, len(ranks), timeout)
+        self.host = _torch.host_group(store, key, self.rank, len(ranks), timeout)
         self._calls: deque[Call] = deque()  # those that were not compared yet
         self._own: deque[int] = deque()  # their digests
         self._expected = Expectation()
         self._round: _Gather | None = None
-        self._backwards: set[int] = set()  # numbers of those that made a call and have not ended
-        self._ends = False  # whether `error` holds for all calls to come
         self._changed, self._wake = threading.Condition(), threading.Event()
         _alive.add(self)
         threading.Thread(target=_compare, args=(weakref.ref(self), self._wake), daemon=True).start()
@@ -193,7 +187,6 @@ class CallLog:
             text = self.error
             if not self._ends:
                 self.error = ""  # all ranks raise here
-                self._backwards.clear()
         return text
 
     def step(self) -> bool:
@@ -224,65 +217,28 @@ class CallLog:
             return False
 
     def _differ(self, number: int, started: bool) -> None:
-        """Set `error`. If no rank has started the call, all raise in it, and the log can go on."""
+        """Set `error`. If no rank has started the call, or is in a backward, all raise in it, and the log can go on."""
         own = {label: value[:500] for label, value in self._calls[0].described(number).items()}
         said = json.dumps(own).encode()[:_WORDS].ljust(_WORDS)
         by_facts: dict[bytes, list[int]] = {}
         for rank, row in enumerate(_Gather(self.host, list(said), torch.uint8).wait()):
             by_facts.setdefault(bytes(row), []).append(rank)
         parts, first = [], json.loads(next(iter(by_facts)))
-        for ranks, facts in zip(by_facts.values(), map(json.loads, by_facts), strict=True):
+        for facts, ranks in zip(map(json.loads, by_facts), by_facts.values(), strict=True):
+            # Of the same call, only the arguments that differ from those of the first ranks.
             alike = facts != first and facts.keys() == first.keys() and facts["call"] == first["call"]
-            told = [f"{x} {y}" for x, y in facts.items() if x != "call" and not (alike and first[x] == y)]
-            words = ", ".join(told) if alike else f"{facts['call']}({', '.join(told)})"
-            parts.append(f"{ranks_in_words(ranks)}: {words}")
-        text = (
-            f"ranks disagree on call {number} in {self.name}: {'; '.join(parts)}. Every rank must make the same calls "
-        )
-        text += "in the same order"
-        if started:
-            self._give_up(text)
+            told = ", ".join([f"{x} {y}" for x, y in facts.items() if x != "call" and not (alike and first[x] == y)])
+            parts.append(f"{ranks_in_words(ranks)}: {told if alike else facts['call'] + '(' + told + ')'}")
+        everyone = f"ranks disagree on call {number} in {self.name}: {'; '.join(parts)}"
+        text = f"{everyone}. Every rank must make the same calls in the same order"
+        if started or any(b"backward of" in each for each in by_facts):  # or steps would go on that are not the same
+            _log.error(text)  # compiled code and other libraries raise torch's own error where they wait
+            self.error, self._ends = text, True
+            close(probe()[1])
         else:
             self.error, self._expected, self.confirmed = text, Expectation(), number
             self._calls.clear()
             self._own.clear()
-
-    def _give_up(self, text: str) -> None:
-        _log.error(text)  # compiled code and other libraries raise torch's own error where they wait
-        self.error, self._ends = text, True
-        close(probe(connections())[1])
-
-    def notice(self, backward: int) -> None:
-        """Find out at a call, in the backward of this number or in none (-1), that an earlier backward has raised."""
-        if backward == -1 and self._backwards:
-            self._backwards.clear()
-            if not self.error and not self.broken:  # those are why it has raised
-                self.refuse("an error in its backward", inside=True)
-        elif backward != -1 and backward not in self._backwards:
-            self._backwards.add(backward)
-            _torch.after_backward(functools.partial(self._backwards.discard, backward))
-
-    def refuse(self, said: str, *, inside: bool) -> None:
-        """Record that a call of this rank raised; ranks that make a call instead then differ.
-
-        If it was `inside` the call, its collectives may have started, and those of a next call would meet them. So this
-        log ends, and the connections are closed, unless all ranks soon record the same.
-        """
-        number, _ = self.add(Call(REFUSED, (("raised", said),)))
-        if not inside:
-            return
-        self.confirm(number, PATIENCE)
-        if self.confirmed < number or self.error:
-            text = f"rank {self.rank} of {self.name} failed in call {number - 1}, where it raised {said}"
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._key}/failed", text)
-            self._give_up(text)
-
-    def ask(self) -> None:
-        """Learn that another rank has failed in a call."""
-        with contextlib.suppress(RuntimeError):
-            if not self.error and self._store.check([f"{self._key}/failed"]):
-                self._give_up(self._store.get(f"{self._key}/failed").decode())
 
 
 def _compare(ref: weakref.ref[CallLog], wake: threading.Event) -> None:
@@ -300,17 +256,25 @@ def _compare(ref: weakref.ref[CallLog], wake: threading.Event) -> None:
 
 # The logs of meshes by the group of their first axis, with which they die, and by the names of all their groups. None:
 # ranks are simulated or are threads, or the comparison is switched off.
-known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, CallLog | None]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, CallLog | None]] = weakref.WeakKeyDictionary()
+
+
+def switch(groups: Sequence[dist.ProcessGroup], enabled: bool) -> None:
+    """Compare calls on the mesh of these groups, one of each axis, or do not."""
+    found, name = _known.setdefault(groups[0], {}), " ".join(map(_torch.group_name, groups))
+    if not enabled:
+        found[name] = None
+    elif found.get(name, "") is None:
+        del found[name]
 
 
 def log_of(groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int]]) -> CallLog | None:
     """The log of a mesh, made at the first call; None where ranks are not compared.
 
     Args:
-        groups: of each axis of the mesh.
         ranks: gives the global ranks of the mesh, in its order.
     """
-    found, name = known.setdefault(groups[0], {}), " ".join(map(_torch.group_name, groups))
+    found, name = _known.setdefault(groups[0], {}), " ".join(map(_torch.group_name, groups))
     if name not in found:
         found[name] = CallLog(name, list(ranks()), groups) if all(map(_torch.has_processes, groups)) else None
     return found[name]
@@ -318,7 +282,7 @@ def log_of(groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int
 
 def logs() -> list[CallLog]:
     """The logs of this process; groups that were destroyed may live on as objects."""
-    found = [known.get(group, {}) for group in (_torch.groups() if dist.is_initialized() else ())]
+    found = [_known.get(group, {}) for group in (_torch.groups() if dist.is_initialized() else ())]
     return [log for of_group in found for log in of_group.values() if log is not None]
 
 
@@ -333,32 +297,26 @@ def _finish() -> None:
             log.broken = log.broken or "the process ends"
 
 
-def connections() -> list[tuple[Any, Sequence[int]]]:
-    """All gloo groups of this process, torch's and those of logs, with the global ranks of each."""
-    groups = [(group, dist.get_process_group_ranks(group)) for group in _torch.groups() if _torch.is_gloo(group)]
-    return [*groups, *[(log.host, log.ranks) for log in logs()]]
-
-
-def probe(among: Sequence[tuple[Any, Sequence[int]]]) -> tuple[set[int], list[dist.Work]]:
-    """Global ranks that cannot be reached any more; and messages to the others, which no rank receives.
+def probe() -> tuple[set[int], list[dist.Work]]:
+    """Global ranks that a gloo group of this process cannot reach; and messages to the others, which nobody receives.
 
     A send fails at once where the process has ended, however it ended, or where gloo has closed the connection.
     """
+    groups = [(group, dist.get_process_group_ranks(group)) for group in _torch.groups() if _torch.is_gloo(group)]
     cut: set[int] = set()
     open_sends: list[dist.Work] = []
-    for group, ranks in among:
-        for peer in range(group.size()):
-            if peer != group.rank():
-                try:
-                    with _torch.without_modes():
-                        open_sends.append(group.send([torch.zeros(1)], peer, _PROBE_TAG))
-                except RuntimeError:
-                    cut.add(ranks[peer])
+    for group, ranks in [*groups, *[(log.host, log.ranks) for log in logs()]]:
+        for peer in {*range(group.size())} - {group.rank()}:
+            try:
+                with _torch.without_modes():
+                    open_sends.append(group.send([torch.zeros(1)], peer, _PROBE_TAG))
+            except RuntimeError:
+                cut.add(ranks[peer])
     return cut, open_sends
 
 
 def close(open_sends: Sequence[dist.Work]) -> None:
-    """Close connections: waits fail that are under way here, and on ranks that wait for this one.
+    """Close the connections that were probed: waits fail that are under way here, and on ranks that wait for this one.
 
     gloo closes all connections of a group when one of its operations times out. A send may fail instead, because its
     peer has just closed its end, and then the others stay open. So there is one to each peer.

@@ -12,19 +12,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.call_log import Call, CallLog, known, log_of, logs
+from spanwise.attention.call_log import REFUSED, Call, CallLog, log_of, logs, switch
 from spanwise.attention.failure import ExchangeError, explained, raise_mismatch
 
+PATIENCE = 2.0  # seconds in which all ranks must fail in a call for the calls to go on
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Compared = Callable[[str], None]
 """Of a call in eager code: compares what a backward starts, called with its name before."""
 
 
 class Compiled(NamedTuple):
-    """A call in compiled code; arguments of the operator that compares its backward."""
+    """A call in compiled code, for the operator that compares its backward."""
 
     number: torch.Tensor
     groups: str
+    ranks: Sequence[int]
     name: str
 
 
@@ -43,18 +45,14 @@ def compare_calls(mesh: DeviceMesh, enabled: bool) -> None:
     >>> spanwise.compare_calls(init_device_mesh("cpu", (1,)), False)
     >>> dist.destroy_process_group()
     """
-    groups = mesh.get_all_groups()
-    found, name = known.setdefault(groups[0], {}), " ".join(map(_torch.group_name, groups))
-    if not enabled:
-        found[name] = None
-    elif found.get(name, "") is None:
-        del found[name]
+    switch(mesh.get_all_groups(), enabled)
 
 
 def tells_refusals(function: _Function) -> _Function:
-    """Decorator of a collective call: if it raises on this rank, ranks that wait for it learn why, in eager code.
+    """Decorator of a collective call: that it raised on this rank is compared too, so that the others learn why.
 
-    Its mesh is an argument, or the attribute `mesh` of one.
+    In eager code. Its mesh is an argument, or the attribute `mesh` of one. If it raised after the comparison, other
+    ranks may wait for its collectives. Unless all ranks soon raise there, it is a failed collective.
     """
 
     @functools.wraps(function)
@@ -70,10 +68,14 @@ def tells_refusals(function: _Function) -> _Function:
                 given = [*args, *kwargs.values()]
                 meshes = [x if isinstance(x, DeviceMesh) else getattr(x, "mesh", None) for x in given]
                 ranks = [x.mesh.flatten().tolist() for x in meshes if isinstance(x, DeviceMesh)]
-                for log in logs():
-                    if list(log.ranks) in ranks:
-                        log.refuse(f"{type(error).__name__}: {error}", inside=log.added >= began)
                 error.told = True  # type: ignore[union-attr]
+                for log in [log for log in logs() if list(log.ranks) in ranks]:
+                    compared = log.added >= began
+                    number, _ = log.add(Call(REFUSED, (("raised", f"{type(error).__name__}: {error}"),)))
+                    if compared:
+                        log.confirm(number, PATIENCE)
+                        if log.confirmed < number and not log.error:
+                            explained(error, function.__name__, log.name, log.ranks, time.monotonic() - began)
             raise
 
     return told  # type: ignore[return-value]
@@ -109,20 +111,20 @@ def compare_call(
     """
     groups, ranks = mesh_ranks(mesh)
     facts = {"requires grad": tuple([torch.is_grad_enabled() and x.requires_grad for x in tensors])} | facts
-    if isinstance(amount, torch.Tensor) and amount.device.type != "cpu":
-        amount = None
+    fresh = amount if plan is None else plan
+    if isinstance(fresh, torch.Tensor) and fresh.device.type != "cpu":
+        fresh = None
     if torch.compiler.is_compiling():
         name = name if plan is None or sums else f"compiled {name}"
-        if amount is not None and not isinstance(amount, torch.Tensor):
-            amount = scalar(amount, torch.device("cpu"))
+        if fresh is not None and not isinstance(fresh, torch.Tensor):
+            fresh = scalar(fresh, torch.device("cpu"))
         lines = [f"{label}\t{value}".replace("\n", " ") for label, value in facts.items()]
-        text, names = "\n".join([*lines, sizes[0]]), " ".join([_torch.group_name(group) for group in groups])
-        number = torch.ops.spanwise.compare_call(plan, names, ranks(), name, text, sizes[1], amount)
-        return Compiled(number, names, name)
+        call = " ".join([_torch.group_name(group) for group in groups]), ranks(), name
+        number = torch.ops.spanwise.compare_call(fresh, *call, "\n".join([*lines, sizes[0]]), sizes[1], [])
+        return Compiled(number, *call)
     if any(map(_torch.is_fake, tensors)):
         return None
-    call = Call(name, (*facts.items(), (sizes[0], tuple(sizes[1]))), _fresh(plan, amount))
-    number = record(call, groups, ranks)
+    number = record(Call(name, (*facts.items(), (sizes[0], tuple(sizes[1]))), _fresh(fresh)), groups, ranks)
 
     def backward(exchange: str) -> None:
         record(Call(f"backward of {name}", (("exchange", exchange),) if exchange else ()), groups, ranks, number)
@@ -130,10 +132,11 @@ def compare_call(
     return backward
 
 
-def _fresh(plan: torch.Tensor | None, amount: float | torch.Tensor | None) -> tuple[str, Hashable] | None:
-    if plan is not None:
-        return "plan", plan.numpy().tobytes().hex()
-    return None if amount is None else ("amount", float(amount))
+def _fresh(value: float | torch.Tensor | None) -> tuple[str, Hashable] | None:
+    """`Call.fresh` of a plan's digest, which is uint8, or of an amount."""
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+        return "plan", value.numpy().tobytes().hex()
+    return None if value is None else ("amount", float(value))
 
 
 def record(
@@ -153,7 +156,6 @@ def record(
         raise explained(error, what, label, everyone, time.monotonic() - began) from error
     if log is None:
         return -1
-    log.notice(_torch.backward_number())
     raise_mismatch(log)
     if forward > 0:
         _confirm(log, forward)  # so that no gradient comes from calls that differ
@@ -175,8 +177,8 @@ def _confirm(log: CallLog, number: int) -> None:
 
 
 def compared(sums: tuple[torch.Tensor, ...], compare: Compare | None) -> Sequence[torch.Tensor]:
-    """Copies of the `sums` of a call that compiled code has compared by then; in eager code the sums themselves."""
-    return torch.ops.spanwise.compared(sums, compare.number) if isinstance(compare, Compiled) else sums
+    """The `sums` of a call; in compiled code they depend on its comparison, or all-reduces could start before it."""
+    return [x + compare.number * 0 for x in sums] if isinstance(compare, Compiled) else sums
 
 
 def compare_backward(
@@ -207,12 +209,12 @@ class _InBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compare: Compiled, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(compare.number)
-        ctx.call = compare.groups, compare.name
+        ctx.call = compare.groups, compare.ranks, f"backward of {compare.name}"
         return tuple([out.view_as(out) for out in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        torch.ops.spanwise.compare_backward(grads[0], *ctx.saved_tensors, *ctx.call)
+        torch.ops.spanwise.compare_call(None, *ctx.call, "", [], [*ctx.saved_tensors, grads[0]])
         return None, *grads
 
 
@@ -239,22 +241,22 @@ def mesh_ranks(mesh: DeviceMesh) -> tuple[list[dist.ProcessGroup], Callable[[], 
     return groups, lambda: _global_ranks(mesh)
 
 
-# Operators of compiled code. The first returns the number of the call, for the others. A backward depends on a gradient
-# too, or torch could put its comparison into the forward graph. All-reduces take what the last returns, or they could
-# start before the comparison. A CUDA graph that had captured the operators would compare only once.
-_operator = functools.partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-
-
-@_operator("spanwise::compare_call")
+# A CUDA graph that had captured the operator would compare only once.
+@torch.library.custom_op("spanwise::compare_call", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _compare_call(
-    plan: torch.Tensor | None, groups: str, ranks: Sequence[int], name: str, facts: str, sizes: Sequence[int],
-    amount: torch.Tensor | None,
+    fresh: torch.Tensor | None, groups: str, ranks: Sequence[int], name: str, facts: str, sizes: Sequence[int],
+    forward: Sequence[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
+    """A call of compiled code; returns its number.
+
+    Args:
+        forward: of a backward the number of its call, and a gradient, or torch could put it into the forward graph.
+    """
     *lines, label = facts.split("\n")
     found: list[tuple[str, Hashable]] = [(line.split("\t")[0], line.split("\t")[1]) for line in lines]
-    call = Call(name, (*found, (label, tuple(sizes))), _fresh(plan, amount))
-    number = record(call, [*map(_torch.find_group, groups.split())], lambda: ranks)
-    return torch.tensor(number)
+    call = Call(name, (*found, (label, tuple(sizes))) if label else (), _fresh(fresh))
+    of = int(forward[0]) if forward else 0
+    return torch.tensor(record(call, [*map(_torch.find_group, groups.split())], lambda: ranks, of))
 
 
 @_compare_call.register_fake
@@ -262,26 +264,4 @@ def _(*_: Any) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-@_operator("spanwise::compare_backward")
-def _compare_backward(grad: torch.Tensor, number: torch.Tensor, groups: str, name: str) -> None:
-    found = [*map(_torch.find_group, groups.split())]
-    record(Call(f"backward of {name}"), found, lambda: dist.get_process_group_ranks(found[0]), int(number))
-
-
-@_compare_backward.register_fake
-def _(*_: Any) -> None:
-    return None
-
-
-@_operator("spanwise::compared")
-def _compared(sums: Sequence[torch.Tensor], number: torch.Tensor) -> list[torch.Tensor]:
-    return [x.clone() for x in sums]
-
-
-@_compared.register_fake
-def _(sums: Sequence[torch.Tensor], _: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for x in sums]
-
-
 _torch.mark_effectful(torch.ops.spanwise.compare_call.default)
-_torch.mark_effectful(torch.ops.spanwise.compare_backward.default)

@@ -1,8 +1,7 @@
-"""Collectives whose errors name the collective and the lost ranks.
+"""Collectives whose errors name the collective and the lost ranks; torch's own error names neither.
 
-torch's own error names neither. A rank that fails reports in the store of the process group and closes its gloo
-connections, so that ranks fail that wait for it. A rank that others wait for, and that has not reported a few seconds
-later, is lost. In compiled code a collective is a bare operator; `exchange_errors` translates its error.
+A rank that fails reports in the store of the process group and closes its gloo connections, so that ranks fail that
+wait for it. A rank that others wait for, and that has not reported a few seconds later, is lost.
 """
 
 from __future__ import annotations
@@ -12,18 +11,20 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.call_log import CallLog, close, connections, logs, probe, ranks_in_words
+from spanwise.attention.call_log import CallLog, close, logs, probe, ranks_in_words
 
 GRACE = 5.0  # seconds to wait for reports of other ranks
 _SETTLE = 1.0  # seconds that a failed rank waits to learn whether ranks made different calls
 REPORTS = "spanwise/failures"  # key of their number, and prefix of their keys
+Reports = dict[int, Any]
+"""By global rank the text of its failure, and the global ranks of the group in which it failed."""
 
 
 class ExchangeError(RuntimeError):
@@ -54,7 +55,7 @@ class MismatchError(ExchangeError, ValueError):
 
     If every rank raises in the call itself, the groups stay usable. A rank that had gone on, because its call was the
     expected one, raises where it waits for the others, at its next call or in the backward; then the gloo groups of the
-    process are unusable. So they are after a call, or a backward, that failed on one rank: every rank raises this then.
+    process are unusable. A call that raised on one rank differs from that of the others.
 
     >>> issubclass(MismatchError, ValueError)
     True
@@ -135,7 +136,7 @@ def exchange_errors(mesh: DeviceMesh) -> Iterator[None]:
         yield
     except RuntimeError as error:
         # gloo raises plain errors, and closes connections where it does.
-        if not isinstance(error, dist.DistError) and not (type(error) is RuntimeError and probe(connections())[0]):
+        if not isinstance(error, dist.DistError) and not (type(error) is RuntimeError and probe()[0]):
             raise
         what, ranks = "a collective of compiled code", mesh.mesh.flatten().tolist()
         raise explained(error, what, f"the mesh of global ranks {ranks}", ranks, time.monotonic() - began) from error
@@ -149,31 +150,15 @@ def raise_mismatch(log: CallLog) -> None:
         raise error
 
 
-class Report(NamedTuple):
-    """What one rank reports of its failure.
-
-    Attributes:
-        what: the collective.
-        where: its group, and the seconds until it failed.
-        said: torch's error.
-        ranks: global ranks of the group.
-    """
-
-    what: str
-    where: str
-    said: str
-    ranks: Sequence[int]
-
-
-def explained(error: RuntimeError, what: str, group: str, ranks: Sequence[int], seconds: float) -> ExchangeError:
+def explained(error: Exception, what: str, group: str, ranks: Sequence[int], seconds: float) -> ExchangeError:
     """The error of `what` among global `ranks`, after a look at all ranks; closes the connections of this one."""
     for log in logs():
         log.confirm(log.count, _SETTLE)
-        log.ask()
         raise_mismatch(log)
-    cut, open_sends = probe(connections())
-    ranks, rank, said = list(ranks), dist.get_rank(), str(error).strip().split("\n")[0][:500].rstrip(".")
-    reports = {rank: Report(what, f"{group} of {len(ranks)} ranks, after {seconds:.1f} s", said, ranks)}
+    cut, open_sends = probe()
+    ranks, rank, said = list(ranks), dist.get_rank(), str(error).strip().split("\n")[0][:500]
+    text = f"{what} failed on rank {rank}, {group} of {len(ranks)} ranks, after {seconds:.1f} s, with {said!r}"
+    reports: Reports = {rank: (text, ranks)}
     trouble = ["the store does not answer; its host may be down"]
     # In a thread: a store whose host has lost power may never answer.
     asking = threading.Thread(target=_ask, args=(open_sends, rank, reports, trouble), daemon=True)
@@ -188,7 +173,7 @@ def explained(error: RuntimeError, what: str, group: str, ranks: Sequence[int], 
     return found
 
 
-def explanation(rank: int, reports: dict[int, Report], cut: set[int], trouble: str) -> tuple[tuple[int, ...], str]:
+def explanation(rank: int, reports: Reports, cut: set[int], trouble: str) -> tuple[tuple[int, ...], str]:
     """Lost ranks, and the text of an `ExchangeError`; all ranks are global.
 
     Ranks are lost that others wait for and that did not report; if the store failed, those of them that are cut off.
@@ -198,9 +183,9 @@ def explanation(rank: int, reports: dict[int, Report], cut: set[int], trouble: s
         cut: ranks that this rank cannot reach any more.
         trouble: reason why the store could not be read to the end; empty if it could.
     """
-    own, silent = reports[rank], {r for report in reports.values() for r in report.ranks} - reports.keys()
+    silent = {r for _, ranks in reports.values() for r in ranks} - reports.keys()
     lost = tuple(sorted(silent & cut if trouble else silent))
-    parts = [f"{own.what} failed on rank {rank}, {own.where}"]
+    parts = [reports[rank][0]]
     if lost:
         why = "whose connection is closed" if trouble else f"no word within {GRACE:.1f} s"
         parts.append(f"lost: {ranks_in_words(lost)}, {why}: the process or its host has ended, is stuck or busy")
@@ -208,16 +193,13 @@ def explanation(rank: int, reports: dict[int, Report], cut: set[int], trouble: s
         parts.append("all ranks are there; if no rank is late, a connection is cut or too slow")
     if trouble:
         parts.append(f"the ranks could not tell each other more: {trouble}")
-    for r, report in sorted(reports.items()):
-        if r != rank:
-            parts.append(f"failed as well: rank {r} in {report.what}, {report.where}: {report.said}")
-    return lost, "; ".join(parts) + f". torch said: {own.said}"
+    return lost, "; ".join(parts + [text for r, (text, _) in sorted(reports.items()) if r != rank])
 
 
-def _ask(open_sends: list[dist.Work], rank: int, reports: dict[int, Report], trouble: list[str]) -> None:
+def _ask(open_sends: list[dist.Work], rank: int, reports: Reports, trouble: list[str]) -> None:
     """Report this rank's failure, and collect the `reports` of the ranks that others wait for.
 
-    Reports are numbered as they come, so that one question, for their number, serves for all ranks.
+    Reports are numbered in their order, so that one question, for their number, serves for all ranks.
     """
     until, seen, silent = time.monotonic() + GRACE, 0, True
     assert dist.group.WORLD is not None
@@ -231,8 +213,8 @@ def _ask(open_sends: list[dist.Work], rank: int, reports: dict[int, Report], tro
             time.sleep(0.02)
             count = store.add(REPORTS, 0)
             for r, report in map(json.loads, store.multi_get([f"{REPORTS}/{n + 1}" for n in range(seen, count)])):
-                reports.setdefault(r, Report(*report))
-            seen, silent = count, any(r not in reports for each in list(reports.values()) for r in each.ranks)
+                reports.setdefault(r, report)
+            seen, silent = count, any(r not in reports for _, ranks in list(reports.values()) for r in ranks)
         trouble[:] = []
     except RuntimeError as error:
         said = str(error).splitlines()[0][:200]

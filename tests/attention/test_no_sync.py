@@ -77,13 +77,13 @@ PLAN_TIME = {
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
     "attention/compare.py": {
-        "plan.numpy()",
+        "value.numpy()",
         "float(number)",
-        "float(amount)",
-        "int(number)",
+        "float(value)",
+        "int(forward[0])",
         "mesh.mesh.flatten().tolist()",
         "x.mesh.flatten().tolist()",
-        "torch.tensor(number)",
+        "torch.tensor(record(call, [*map(_torch.find_group, groups.split())], lambda: ranks, of))",
     },
     "attention/failure.py": {"mesh.mesh.flatten().tolist()"},
     "recurrence/passing.py": {"float(scale)"},

@@ -177,7 +177,7 @@ def random_branch(x: torch.Tensor, tp: str) -> Any:
 def compared(x: torch.Tensor, tp: str) -> Any:
     results, digest = [], torch.zeros(16, dtype=torch.uint8)
     for call in range(2):
-        torch.ops.spanwise.compare_call(digest, tp, [0, 1], f"call {call}", "", [1], None)
+        torch.ops.spanwise.compare_call(digest, tp, [0, 1], f"call {call}", "", [1], [])
         results.append(OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, tp)).sin())
     return results
 

@@ -97,7 +97,7 @@ def collectives(graph: list[str], before: int = 0) -> str:
         before: most operators before the comparison of the call, or of its backward.
     """
     seen = [name.split("::")[1] for name in graph if name.startswith(("spanwise::", "_c10d_functional::"))]
-    at = seen.index("compare_call" if "sdpa" in seen else "compare_backward")
+    at = seen.index("compare_call")
     assert at <= before
     del seen[at]
     return " ".join(SHORT.get(name, "go") for name in seen)

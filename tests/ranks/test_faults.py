@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
 from spanwise import _torch
-from spanwise.attention import call_log, failure
+from spanwise.attention import call_log, compare, failure
 from spanwise.attention.compare import mesh_ranks
 from tests.limits import HANG
 from tests.oracle import make_problem, relative_error
@@ -317,7 +317,7 @@ def fails(rank: int, mesh: DeviceMesh, inside: str, exchange: str, steady: int, 
         return score
 
     # Where all are to fail alike, they may be late by any time.
-    with mock.patch.object(call_log, "PATIENCE", HANG if len(whom) > 1 else call_log.PATIENCE):
+    with mock.patch.object(compare, "PATIENCE", HANG if len(whom) > 1 else compare.PATIENCE):
         call = attention(mesh, {"exchange": exchange, "kernel": "reference", "score_mod": score_mod})
         for number in range(steady + 3):
             failing = rank in whom and number == steady
@@ -343,9 +343,9 @@ def test_a_rank_that_fails_ends_the_step_for_all(gloo_pool: GlooPool, inside: st
     """Its next call would meet what the others still do in this one: wrong numbers, a hang, or an abort inside gloo."""
     first, second, third = gloo_pool.run(3, fails, inside, exchange, steady, (1,))
     for text in (*first, *second[1:], *third):  # a rank that needs nothing of rank 1 finds its error in the next call
-        assert text.startswith("MismatchError") and "rank 1" in text, text
-        assert ("an error in its backward" if inside == "backward" else "OutOfMemoryError: no memory") in text, text
-    assert second[0] == "OutOfMemoryError no memory" and min(map(len, (first, second, third))) >= 2
+        assert text.startswith(("MismatchError", "ExchangeError")) and "rank 1" in text, text
+    assert inside == "backward" or all("no memory" in texts[0] for texts in (first, third)), (first, third)
+    assert second[0] == "OutOfMemoryError no memory" and len(second) > 1 <= min(len(first), len(third))
 
 
 def test_ranks_that_fail_alike_go_on(gloo_pool: GlooPool) -> None:
@@ -355,7 +355,7 @@ def test_ranks_that_fail_alike_go_on(gloo_pool: GlooPool) -> None:
 def alike(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
     """All ranks are refused a call, in other words; one is late by more than the patience."""
     call, other, x = CALLS["attention"](mesh, {}), CALLS["unshard"](mesh, {}), torch.ones(TOKENS, 5)
-    with mock.patch.object(call_log, "PATIENCE", 0.2):
+    with mock.patch.object(compare, "PATIENCE", 0.2):
         for late in (0, 1):
             with pytest.raises(ValueError):
                 (call if rank else other)(x[1:])

@@ -208,7 +208,7 @@ def _of_operator(op: _torch.OpOverload) -> Traits:
         return known(Role.FREE)
     if op.overloadpacket in _RANGES:
         return known(Role.FREE, ordered=True)
-    if op._schema.name in ("spanwise::compare_call", "spanwise::compare_backward"):
+    if op._schema.name == "spanwise::compare_call":
         return known(Role.GUARD)
     nothing = not returns and not writes
     if handles or nothing or _torch.has_hidden_effects(op) or op.overloadpacket in (_aten.set_, _aten.resize_):
