@@ -348,11 +348,11 @@ def is_batched(x: torch.Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(x if type(x) is torch.Tensor else x.view_as(x))
 
 
-def has_tangent(x: torch.Tensor) -> bool:
+def have_tangent(*tensors: torch.Tensor) -> bool:
     """Whether a tensor carries a tangent of forward-mode differentiation."""
     from torch.autograd import forward_ad
 
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_fake(x: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ def check_transforms(*tensors: torch.Tensor) -> None:
         return
     if _torch.inside_transform():
         raise NotImplementedError(_NO_TRANSFORM)
-    if any(_torch.has_tangent(x) for x in tensors):
+    if _torch.have_tangent(*tensors):
         raise NotImplementedError(
             "context parallelism has no forward-mode derivatives; use torch.autograd.grad or backward()"
         )
@@ -90,7 +90,7 @@ def check_shapes(
         raise ValueError(
             f"q, k and v must be rank {local.rank}'s shard of the sequence, {num_tokens} of {local.seq_len} tokens in "
             f"dim 2, with {num_keys} of {local.kv_len} keys, got {shapes}; cut them with spanwise.shard(plan, mesh, x, "
-            f"dim=2), the keys of cross attention with side='kv'"
+            f"dim=2), packed ones with dim=0, the keys of cross attention with side='kv'"
         )
     if rows > 1 and q.shape[0] != rows:
         raise ValueError(f"the plan has masks for {rows} batch rows, got {shapes}")

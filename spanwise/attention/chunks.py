@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from spanwise import _torch
-from spanwise.attention.executor import GATHERED, INDEXED, SHARD, RankStep
+from spanwise.attention.executor import GATHERED, RankStep
 from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.layouts.runs import places_in, ragged_arange
 from spanwise.layouts.traffic import num_rows, row_of
@@ -33,10 +33,14 @@ def chunks_of(plan: PlanData, mask: str, group: int, device: torch.device, kerne
 
 
 class _Held(NamedTuple):
-    """Keys that a group can send: `runs` int64 ``[n, 2]``, all batch rows on one line, and the `place` of each run."""
+    """Keys that a group can send: `runs` int64 ``[n, 2]``, all batch rows on one line, and the `place` of each run.
+
+    `size` carries their number.
+    """
 
     runs: Int64
     place: Int64
+    size: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +67,17 @@ class _Builder:
             return (self.stacked(own),)
         runs = np.concatenate([self.on_line(row, each) for row, each in enumerate(own)])
         length = runs[:, 1] - runs[:, 0]
-        held = {-1: _Held(runs, np.cumsum(length) - length)}
+        # Not unbacked: the number of own keys is a dim of k.
+        count = _torch.mark_dynamic(torch.empty(int(length.sum()), 0, device=self.device), 0)
+        held = {-1: _Held(runs, np.cumsum(length) - length, count)}
         found = [self.chunk(own, None, 0)]
         for i, step in enumerate(route.steps):
-            come, kind = self.coming(step), GATHERED if gathers(step) else SHARD if route.of_shards else INDEXED
-            rank_step, held[i] = self.rank_step(step, come, held[step.source], kind)
+            come = self.coming(step)
+            rank_step, held[i] = self.rank_step(step, come, held[step.source], route.of_shards)
             direct = None
             if step.source >= 0 and not self.plan.keep_kv:
                 straight = route.direct.steps[i]
-                direct, _ = self.rank_step(straight, self.coming(straight), held[-1], kind)
+                direct, _ = self.rank_step(straight, self.coming(straight), held[-1], route.of_shards)
             passed = any(later.source == i for later in route.steps)
             rank_step = dataclasses.replace(rank_step, source=step.source, passed=passed, direct=direct)
             of_rows = [come[come[:, ROW] == row, START:] for row in range(self.rows)]
@@ -86,7 +92,7 @@ class _Builder:
         come = moves[to_me]
         return come[np.lexsort((come[:, START], come[:, ROW]))]
 
-    def rank_step(self, step: Step, come: Int64, held: _Held, kind: str) -> tuple[RankStep, _Held]:
+    def rank_step(self, step: Step, come: Int64, held: _Held, shards: bool) -> tuple[RankStep, _Held]:
         """What the group sends and receives, and where the keys of `come` lie on arrival.
 
         Rows arrive by sending group, then batch row, then token; a chunk has them by batch row, then token. Index
@@ -95,26 +101,27 @@ class _Builder:
         length, place = come[:, STOP] - come[:, START], np.empty(len(come), np.int64)
         by_sender = np.argsort(come[:, SENDER], kind="stable")
         place[by_sender] = np.cumsum(length[by_sender]) - length[by_sender]
-        arrived = _Held(self.on_line(come[:, ROW], come[:, START:]), place)
+        arrived = _Held(self.on_line(come[:, ROW], come[:, START:]), place, size(int(length.sum()), self.device))
         spare, pads = self.spare(come), self.kernel.pads_keys
-        if kind == GATHERED:
+        if gathers(step):
             groups, padded = self.plan.num_groups, self.rows * int(self.plan.kv_groups.tokens_per_rank.max())
             sent = np.bincount(come[:, SENDER], length, groups).astype(np.int64)
             place += (padded * np.arange(groups) - np.cumsum(sent) + sent)[come[:, SENDER]]  # shards begin apart
             order = self.index([np.column_stack([place, place + length])], spare, groups * padded)
             sizes = (_torch.mark_dynamic(torch.empty(padded, 0, device=self.device), 0),)
-            return RankStep(None, order, sizes, sizes, kind=kind, spare=pads), arrived
+            return RankStep(None, order, sizes, sizes, kind=GATHERED, spare=pads), arrived
         leave = step.moves[step.moves[:, SENDER] == self.group]
-        if kind == SHARD:
-            peers = (int(leave[0, RECEIVER]) if len(leave) else -1, int(come[0, SENDER]) if len(come) else -1)
-            received = size(int(length.sum()), self.device)
-            return RankStep(None, None, (), (received,), kind=kind, spare=pads, peers=peers), arrived
         leave = leave[np.lexsort((leave[:, START], leave[:, ROW], leave[:, RECEIVER]))]
-        send = ragged_arange(places_in(self.on_line(leave[:, ROW], leave[:, START:]), *held))
-        order = self.index([np.column_stack([place, place + length])], spare, int(length.sum()))
+        places = [np.column_stack([place, place + length])], spare, int(length.sum())
+        if shards:  # all that is held leaves, or nothing, and what comes is in order
+            to, source = self.one_size(leave[:1, RECEIVER], held.size), self.one_size(come[:1, SENDER], arrived.size)
+            send = None if len(leave) else torch.empty(0, dtype=torch.int64, device=self.device)
+            return RankStep(send, self.index(*places) if pads else None, to, source, spare=pads), arrived
+        runs = places_in(self.on_line(leave[:, ROW], leave[:, START:]), held.runs, held.place)
         # Unbacked: if torch.compile saw 1 row, autograd would sum the gradient before it has arrived.
-        rows = _torch.mark_unbacked(on_device(send, self.device), 0)
-        return RankStep(rows, order, self.sizes(leave, RECEIVER), self.sizes(come, SENDER), spare=pads), arrived
+        send = _torch.mark_unbacked(on_device(ragged_arange(runs), self.device), 0)
+        to_each, from_each = self.sizes(leave, RECEIVER), self.sizes(come, SENDER)
+        return RankStep(send, self.index(*places), to_each, from_each, spare=pads), arrived
 
     def index(self, runs: list[Int64], spare: int, value: int) -> torch.Tensor:
         """Indices of the runs, then `spare` times `value`."""
@@ -125,6 +132,11 @@ class _Builder:
     def on_line(self, row: Int64 | int, runs: Int64) -> Int64:
         """Runs of batch rows as runs of one line."""
         return runs + (np.broadcast_to(row, len(runs)) * self.plan.kv_len)[:, None]
+
+    def one_size(self, peer: Int64, size: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A size for one group, if there is one, and none for the others; a constant, so that the sum is that size."""
+        nothing = torch.empty(0, 0, device=self.device)
+        return tuple(size if group in peer else nothing for group in range(self.plan.num_groups))
 
     def sizes(self, moves: Int64, peer: int) -> tuple[torch.Tensor, ...]:
         """Tokens of the moves from or to each group, as `size` carries them."""

@@ -220,7 +220,9 @@ class _InBackward(torch.autograd.Function):
 
 def plain(number: Any) -> Any:
     """Equal numbers look alike on all ranks, whether one is an int, of numpy or a tensor."""
-    return _torch.constant(number) if number is None or torch.compiler.is_compiling() else float(number)
+    if number is None:
+        return None
+    return _torch.constant(number) if torch.compiler.is_compiling() else float(number)
 
 
 def scalar(number: float, device: torch.device) -> torch.Tensor:

@@ -33,7 +33,7 @@ from spanwise.attention import failure
 from spanwise.attention.compare import Compared
 
 Tensors = tuple[torch.Tensor, ...]
-INDEXED, SHARD, GATHERED = "indexed", "shard", "gathered"
+INDEXED, GATHERED = "indexed", "gathered"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,11 @@ class RankStep:
         order: int64 ``[keys]``, for each key its place among the rows received, rank 0's first; None where they stay
             as they come. N, one past the last, stands for a row of zeros.
         send_sizes, recv_sizes: for each rank a tensor ``[rows, 0]``, which carries a size in its shape. Of an
-            all-gather one tensor: the rows that each rank sends, padding included. Of a shard `recv_sizes` is one.
+            all-gather one tensor: the rows that each rank sends, padding included.
         source: the step whose received rows are sent; -1: the rank's own.
-        kind: INDEXED: an all-to-all of rows; SHARD: of whole shards, K before V, that nobody copies; GATHERED: an
-            all-gather of the rank's own rows.
-        spare: whether `order` holds N, or a shard needs rows of zeros behind it: keys that no span reads.
+        kind: INDEXED: an all-to-all of rows; GATHERED: an all-gather of the rank's own rows.
+        spare: whether `order` holds N: keys that no span reads.
         passed: whether a later step sends rows of this one.
-        peers: of a shard, the rank that it goes to and the rank that another comes from; -1 for nobody.
         direct: brings the same rows straight from their owners, where `source` is another step.
     """
 
@@ -63,16 +61,10 @@ class RankStep:
     kind: str = INDEXED
     spare: bool = False
     passed: bool = False
-    peers: tuple[int, int] = (-1, -1)
     direct: RankStep | None = None
 
-    @property
-    def sizes(self) -> list[int]:
-        """Rows sent to rank 0, 1, …, then rows received from them."""
-        return [x.shape[0] for x in (*self.send_sizes, *self.recv_sizes)]
 
-
-_torch.register_pytree_dataclass(RankStep, static=("source", "kind", "spare", "passed", "peers"))
+_torch.register_pytree_dataclass(RankStep, static=("source", "kind", "spare", "passed"))
 
 
 class Link(NamedTuple):
@@ -115,8 +107,7 @@ def bring(rows: torch.Tensor, steps: Sequence[RankStep], link: Link, *, sums: bo
             leaving = [steps[i] for i in which]
             sends = [step.send for step in leaving if step.send is not None]
             meta = [
-                (i, step.kind, step.peers, _halves(step), step.send is not None)
-                for i, step in zip(which, leaving, strict=True)
+                (i, step.kind, _halves(step), step.send is not None) for i, step in zip(which, leaving, strict=True)
             ]
             made = _Start.apply(link, sums, len(steps), meta, rows, carrier, *sends)
             pending.update(zip(which, zip(made[: len(which)], made[len(which) :], strict=True), strict=True))
@@ -124,7 +115,7 @@ def bring(rows: torch.Tensor, steps: Sequence[RankStep], link: Link, *, sums: bo
     def arrived(i: int) -> torch.Tensor:
         step = steps[i]
         what = f"{link.label}, chunk {i + 1} of {len(steps)}"
-        meta = step.kind, step.peers, _halves(step), step.spare, step.passed
+        meta = step.kind, _halves(step), step.spare, step.passed
         found = _Wait.apply(link, sums, what, meta, *pending.pop(i), *([] if step.order is None else [step.order]))
         if not step.passed:
             return found
@@ -134,14 +125,17 @@ def bring(rows: torch.Tensor, steps: Sequence[RankStep], link: Link, *, sums: bo
 
     for step in steps:
         if step.kind == GATHERED:  # here, so that no copy without padding is alive while they travel
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, step.send_sizes[0].shape[0] - rows.shape[0]))
+            rows = padded(rows, step.send_sizes[0].shape[0])
     leave(-1, None, rows)
     return (arrived(i) for i in range(len(steps)))
 
 
-def _at(size: int, peer: int, rows: int) -> list[int]:
-    """So many rows for one of `size` ranks, none for the others."""
-    return [rows if rank == peer else 0 for rank in range(size)]
+def padded(rows: torch.Tensor, length: int, dim: int = 0) -> torch.Tensor:
+    """`rows` with zeros behind them up to `length`; copied only where there are any, except in compiled code."""
+    missing = length - rows.shape[dim]
+    if not torch.compiler.is_compiling() and missing == 0:
+        return rows
+    return torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 1 - dim) + (0, missing))
 
 
 def _halves(step: RankStep) -> tuple[list[int], list[int]]:
@@ -166,11 +160,8 @@ class _Start(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.link, ctx.of, ctx.meta, ctx.like, ctx.dtype = link, of, meta, rows.shape, carrier.dtype
         data, anchors = [], []
-        for i, kind, peers, (send, recv), indexed in meta:
+        for i, kind, (send, recv), indexed in meta:
             sent = rows.index_select(0, sends.pop(0)) if indexed else rows
-            if kind == SHARD:
-                sent = rows if peers[0] >= 0 else rows[:0]
-                send, recv = _at(link.size, peers[0], sent.shape[0]), _at(link.size, peers[1], recv[0])
             what = f"{link.label}, chunk {i + 1} of {of}"
             data.append(_collective(link, kind, what, sent, send, recv, home=False))
             anchors.append(_anchor(sent, sums))
@@ -182,7 +173,7 @@ class _Start(torch.autograd.Function):
         sends, total = list(ctx.saved_tensors), None
         none = [None] * len(sends)
         steps = zip(reversed(ctx.meta), reversed(grads[len(ctx.meta) :]), strict=True)
-        for (i, kind, peers, _, indexed), pending in steps:  # the steps that left last come home first
+        for (i, kind, _, indexed), pending in steps:  # the steps that left last come home first
             send = sends.pop() if indexed else None
             if pending is None:
                 continue
@@ -191,7 +182,7 @@ class _Start(torch.autograd.Function):
             if send is not None:
                 total = grad.new_zeros(ctx.like) if total is None else total
                 total.index_add_(0, send, grad)
-            elif kind != SHARD or peers[0] >= 0:
+            else:
                 total = grad if total is None else total + grad
         return None, None, None, None, None, None if total is None else total.to(ctx.dtype), *none
 
@@ -199,20 +190,20 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     """Waits for a step: its rows in order, then the rows and an anchor for steps that pass them on.
 
-    Arguments: link, whether gradients are summed, what travels, (kind, peers, sizes, spare, whether rows are passed
-    on), data and anchor of the start, and the order if there is one. The backward sends the gradients of the rows home.
+    Arguments: link, whether gradients are summed, what travels, (kind, sizes, spare, whether rows are passed on), data
+    and anchor of the start, and the order if there is one. The backward sends the gradients of the rows home.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         link, sums, what, meta, data, sent, *order = args
-        kind, _, _, spare, passed = meta
-        empty = torch.zeros((), dtype=sent.dtype, device=data.device).expand(data.shape)  # has no memory
+        kind, _, spare, passed = meta
+        empty = data.new_empty((), dtype=sent.dtype).expand(data.shape)  # has no memory
         # Eager code saves it, or a checkpoint that recomputes would stop before it waits for what it has started.
         ctx.empty = empty if torch.compiler.is_compiling() else None
         ctx.save_for_backward(*order, *([empty] if ctx.empty is None else []))
         ctx.set_materialize_grads(False)
-        ctx.link, ctx.what, ctx.meta, ctx.sent, ctx.ordered = link, what, meta, sent.shape[0], len(order) > 0
+        ctx.link, ctx.what, ctx.meta, ctx.ordered = link, what, meta, len(order) > 0
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
         in_order = rows.view(rows.shape)
         if order:
@@ -230,7 +221,7 @@ class _Wait(torch.autograd.Function):
         # After the saved tensors: a checkpoint recomputes for them, and compares that.
         if ctx.link.call is not None:
             ctx.link.call(ctx.what)
-        kind, peers, (send, recv), spare, _ = ctx.meta
+        kind, (send, recv), spare, _ = ctx.meta
         total, through = grads[0], grads[-1] if len(grads) > 1 else None
         if total is not None:
             total = total.to(like.dtype)
@@ -242,8 +233,6 @@ class _Wait(torch.autograd.Function):
             total = torch.zeros_like(like, memory_format=torch.contiguous_format)
         else:
             total = through
-        if kind == SHARD:
-            send, recv = _at(ctx.link.size, peers[0], ctx.sent), _at(ctx.link.size, peers[1], total.shape[0])
         home = _collective(ctx.link, kind, ctx.what, total, recv, send, home=True)
         return None, None, None, None, None, returned(home), *([None] if ctx.ordered else [])
 
@@ -272,7 +261,7 @@ def _anchor(rows: torch.Tensor, sums: bool) -> torch.Tensor:
     before it has arrived.
     """
     dtype = torch.promote_types(rows.dtype, torch.float32) if sums else rows.dtype
-    return torch.zeros((), dtype=dtype, device=rows.device).expand(rows.shape)
+    return rows.new_empty((), dtype=dtype).expand(rows.shape)
 
 
 def check_first_order() -> None:

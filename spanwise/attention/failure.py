@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -159,14 +158,8 @@ def explained(error: Exception, what: str, group: str, ranks: Sequence[int], sec
     ranks, rank, said = list(ranks), dist.get_rank(), str(error).strip().split("\n")[0][:500]
     text = f"{what} failed on rank {rank}, {group} of {len(ranks)} ranks, after {seconds:.1f} s, with {said!r}"
     reports: Reports = {rank: (text, ranks)}
-    trouble = ["the store does not answer; its host may be down"]
-    # In a thread: a store whose host has lost power may never answer.
-    asking = threading.Thread(target=_ask, args=(open_sends, rank, reports, trouble), daemon=True)
-    asking.start()
-    asking.join(GRACE + 1.0)
-    if asking.is_alive():
-        close(open_sends)
-    lost, text = explanation(rank, dict(reports), cut, "".join(trouble))
+    trouble = _ask(open_sends, rank, reports)
+    lost, text = explanation(rank, reports, cut, trouble)
     found = ExchangeError(text)
     found.what, found.rank, found.lost_global = what, ranks.index(rank), lost
     found.lost = tuple(ranks.index(r) for r in lost if r in ranks)
@@ -196,8 +189,8 @@ def explanation(rank: int, reports: Reports, cut: set[int], trouble: str) -> tup
     return lost, "; ".join(parts + [text for r, (text, _) in sorted(reports.items()) if r != rank])
 
 
-def _ask(open_sends: list[dist.Work], rank: int, reports: Reports, trouble: list[str]) -> None:
-    """Report this rank's failure, and collect the `reports` of the ranks that others wait for.
+def _ask(open_sends: list[dist.Work], rank: int, reports: Reports) -> str:
+    """Report this rank's failure, and add the `reports` of the ranks that others wait for; returns why it could not.
 
     Reports are numbered in their order, so that one question, for their number, serves for all ranks.
     """
@@ -214,8 +207,8 @@ def _ask(open_sends: list[dist.Work], rank: int, reports: Reports, trouble: list
             count = store.add(REPORTS, 0)
             for r, report in map(json.loads, store.multi_get([f"{REPORTS}/{n + 1}" for n in range(seen, count)])):
                 reports.setdefault(r, report)
-            seen, silent = count, any(r not in reports for _, ranks in list(reports.values()) for r in ranks)
-        trouble[:] = []
+            seen, silent = count, any(r not in reports for _, ranks in reports.values() for r in ranks)
     except RuntimeError as error:
         said = str(error).splitlines()[0][:200]
-        trouble[:] = [f"the group's store is gone, for its host (usually rank 0) has ended ({said})"]
+        return f"the group's store is gone, for its host (usually rank 0) has ended ({said})"
+    return ""

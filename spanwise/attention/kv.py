@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention.compact import Compact
 from spanwise.attention.compare import Compared
-from spanwise.attention.executor import SHARD, Link, RankStep, Tensors, bring, check_first_order
+from spanwise.attention.executor import Link, RankStep, Tensors, bring, check_first_order
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part, not_saving
 from spanwise.attention.rank_plan import RankPlan, outer_link
@@ -32,41 +32,26 @@ class KV(NamedTuple):
 
     Attributes:
         batch, heads, k_dim, v_dim: B, H, D and E.
-        whole: whether the rows hold all of K as ``[B, H, T, D]``, then all of V, instead of both token by token.
     """
 
     batch: int
     heads: int
     k_dim: int
     v_dim: int
-    whole: bool
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor) -> KV:
+        return cls(k.shape[0], k.shape[1], k.shape[3], v.shape[3])
 
     def rows(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self.whole:
-            return torch.cat([k.flatten(), v.flatten()]).view(
-                k.shape[2], self.batch * self.heads * (self.k_dim + self.v_dim)
-            )
         return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
 
-    def tensors(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dims, heads = (self.k_dim, self.v_dim), (self.batch, self.heads)
-        if self.whole:
-            k, v = rows.view(-1).split([self.batch * self.heads * rows.shape[0] * dim for dim in dims])
-            return k.view(*heads, rows.shape[0], self.k_dim), v.view(*heads, rows.shape[0], self.v_dim)
-        k, v = rows.view(-1, *heads, sum(dims)).split(dims, -1)
-        return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-
-
-def kv_form(k: torch.Tensor, v: torch.Tensor, steps: Sequence[RankStep]) -> KV:
-    """How `k` ``[B, H, T, D]`` and `v` ``[B, H, T, E]`` travel by these steps."""
-    return KV(k.shape[0], k.shape[1], k.shape[3], v.shape[3], any([step.kind == SHARD for step in steps]))
-
-
-def with_spare(step: RankStep, kv: Tensors, kv_pos: torch.Tensor) -> Tensors:
-    """K and V as a kernel takes them: padded copies, if a shard needs spare keys to fill `kv_pos` ``[rows, keys]``."""
-    if step.kind != SHARD or not step.spare:
-        return kv
-    return tuple([torch.nn.functional.pad(x, (0, 0, 0, kv_pos.shape[1] - x.shape[2])) for x in kv])
+    def tensors(self, rows: torch.Tensor, *, contiguous: bool) -> Tensors:
+        """K and V as views of the rows, or copies for kernels with spare keys: their graphs would save such copies."""
+        dims = self.k_dim, self.v_dim
+        k, v = rows.view(-1, self.batch, self.heads, sum(dims)).split(dims, -1)
+        pair = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+        return (pair[0].contiguous(), pair[1].contiguous()) if contiguous else pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +120,13 @@ def kv_chunks(
         label = f"K/V refetched for the backward, mask {mask!r}"
         refetch = Refetch(rows[0].detach(), rows[1].detach(), remote, link._replace(label=label))
     steps = [chunk.route for chunk in remote]
-    form = kv_form(rows[0], rows[1], steps)
+    form = KV.of(*rows)
     arriving = bring(form.rows(*rows), steps, link)
     yield dataclasses.replace(own, refetch=refetch)
-    for i, chunk in enumerate(remote):
-        pair = with_spare(chunk.route, form.tensors(next(arriving)), chunk.kv_pos)
+    for i in range(len(remote)):
+        pair = form.tensors(next(arriving), contiguous=refetch is not None and steps[i].spare)
         again: Callable[[], Tensors] | None = None
         if refetch is not None:
-            pair = (pair[0].contiguous(), pair[1].contiguous())  # otherwise a kernel may save contiguous copies
             again = functools.partial(refetch.take, i)
         if compact is not None:
             received = Compact(compact.expand, pair, again)
@@ -161,9 +145,9 @@ class Refetch:
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], link: Link) -> None:
-        self._kv, self._chunks, self._link = (k, v), chunks, link
+        self._kv, self._link = (k, v), link
         self._steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
-        self._form = kv_form(k, v, self._steps)
+        self._form = KV.of(k, v)
         self._rows: torch.Tensor | None = None
         self._under_way: dict[int, Iterator[torch.Tensor]] = {}
         self._arrived: dict[int, Tensors] = {}
@@ -184,11 +168,10 @@ class Refetch:
 
     @torch.no_grad()
     def take(self, i: int) -> Tensors:
-        """K and V ``[B, H, K, D]`` of chunk ``i``, contiguous."""
+        """K and V ``[B, H, K, D]`` of chunk ``i``, in the strides that the forward had."""
         if i not in self._arrived:
-            pair: Tensors = self._form.tensors(next(self._under_way.pop(i)))
-            pair = with_spare(self._steps[i], pair, self._chunks[i].kv_pos)
-            self._arrived[i] = tuple([x.contiguous() for x in pair])
+            rows = next(self._under_way.pop(i))
+            self._arrived[i] = self._form.tensors(rows, contiguous=self._steps[i].spare)
         return self._arrived[i]
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.compare import tells_refusals
 from spanwise.attention.kernels.base import Kernel
-from spanwise.attention.rank_plan import RankPlan, check_plan, rank_on
+from spanwise.attention.rank_plan import RankPlan
 from spanwise.planning.plan import Plan
 
 
@@ -62,36 +62,13 @@ def packed_attention(
     >>> spanwise.packed_attention(q, k, v, plan.local(mesh=None)).shape
     torch.Size([10, 2, 8])
     """
-    tensors = {"q": q, "k": k, "v": v}
-    for called, x in tensors.items():
-        if isinstance(x, DTensor):
+    for x in (q, k, v):
+        if isinstance(x, DTensor) or x.dim() != 3:
             raise ValueError(
-                f"packed_attention takes plain tensors, {called} is a DTensor; call {called}.to_local() first"
+                f"packed_attention takes plain tensors [tokens, heads, head_dim], got a {type(x).__name__} of shape "
+                f"{tuple(x.shape)}; DTensors have to_local(), and context_parallel_attention takes [batch, heads, "
+                f"tokens, head_dim]"
             )
-        if x.dim() != 3:
-            shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in tensors.items())
-            raise ValueError(
-                f"packed q, k and v must be [tokens, heads, head_dim], got {shapes}; context_parallel_attention takes "
-                f"[batch, heads, tokens, head_dim]"
-            )
-    check_plan(plan, "packed_attention")
-    if isinstance(plan, Plan):
-        rank = rank_on(mesh, plan.num_ranks, plan.inner)
-        held = plan.layout.num_tokens(rank), plan.kv_layout.num_tokens(rank)
-    else:
-        rank, held = plan.rank, (plan.tokens.shape[1], plan.key_tokens.shape[1])
-    if (q.shape[0], k.shape[0]) != held:
-        raise ValueError(
-            f"rank {rank} holds {held[0]} tokens and {held[1]} keys of this plan, got q {tuple(q.shape)}, k "
-            f"{tuple(k.shape)}; cut them with spanwise.shard(plan, mesh, x, dim=0), the keys of cross attention with "
-            f"side='kv'"
-        )
-    rows = plan.batch_size if isinstance(plan, Plan) else max(chunks[0].rows for chunks in plan.chunks.values())
-    if rows > 1:
-        raise ValueError(
-            f"packed tensors are one batch row, and the plan has masks for {rows}; make it from one mask, such as "
-            f"SpanMask.documents(cu_seqlens)"
-        )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out, aux = context_parallel_attention(
         q, k, v, plan, mesh,

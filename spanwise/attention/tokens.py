@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.compare import Compared, compare_backward, compare_call, eager
-from spanwise.attention.executor import GATHERED, Link, RankStep, bring
+from spanwise.attention.executor import GATHERED, Link, RankStep, bring, padded
 from spanwise.attention.rank_plan import RankPlan, check_rank, mesh_of
 from spanwise.layouts.packing import Side
 from spanwise.layouts.thd_order import check_batch_dim, check_dim
@@ -93,12 +93,12 @@ def gather(
     mesh = mesh_of(local, mesh)
     check_rank(local, mesh)
     assert mesh is not None
-    restore, padded = local.restore, local.padded.shape[0]
+    restore, length = local.restore, local.padded.shape[0]
     if side == "kv" and local.kv_tokens is not None:
         if not isinstance(plan, PlanData):
             raise ValueError("a RankPlan does not know where other ranks' keys lie; pass the Plan")
         restore = to_device_of(x, torch.from_numpy(plan.kv_layout.slots()))
-        padded = int(plan.kv_layout.tokens_per_rank.max())
+        length = int(plan.kv_layout.tokens_per_rank.max())
     if local.batched:
         rows = local.tokens.shape[0]
         batch_dim = check_batch_dim(x, dim, batch_dim, rows, f"the plan lays out {rows} batch rows differently")
@@ -109,7 +109,7 @@ def gather(
     rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
     facts, sizes = {"side": side, "dtype": x.dtype}, (rows_BTF.shape[0], rows_BTF.shape[2])
     call = compare_call("unshard or roll", facts, mesh, [x], sizes=("rows", sizes), plan=local.digest)
-    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, padded, eager(call)).unflatten(-1, rest or (1,))
+    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, length, eager(call)).unflatten(-1, rest or (1,))
     (full_BSx,) = compare_backward((full_BSx,), call, travels=True)
     if not rest:
         full_BSx = full_BSx.squeeze(-1)
@@ -124,11 +124,11 @@ def _gather_rows(
     local: RankPlan,
     mesh: DeviceMesh,
     restore: torch.Tensor,
-    padded: int,
+    length: int,
     call: Compared | None,
 ) -> torch.Tensor:
-    """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `padded` tokens."""
-    rows_RF = torch.nn.functional.pad(x_BTF, (0, 0, 0, padded - x_BTF.shape[1])).flatten(0, 1)
+    """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `length` tokens."""
+    rows_RF = padded(x_BTF, length, dim=1).flatten(0, 1)
     for axis in reversed(range(mesh.ndim)):  # the last axis first, so that ranks come in the order of their numbers
         sizes = (rows_RF[:, :0],)
         link = Link(_torch.group_name(mesh.get_group(axis)), mesh.size(axis), "shards (unshard, roll)", call)

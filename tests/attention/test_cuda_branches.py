@@ -6,50 +6,61 @@ Dynamo's FlexAttention: "PyTorch is not linked with support for cuda devices".
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 import spanwise
 from benchmarks.gpu.clock import seconds
 from spanwise import SpanMask, _torch
-from spanwise.attention.kernels import flex as flex_module
+from spanwise._torch import storage_id, tree_leaves
 from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.merge import not_saving
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
 from spanwise.calibrate import measure
 from spanwise.calibrate.rates import Ranks
 from spanwise.cli.ranks import join_torchrun
 from spanwise.overlap.costs import timing
+from tests.pairs import covering, named
 
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_varlen_attention_of_pretended_cuda_tensors(dtype: torch.dtype, ranks: int) -> None:
-    mask = SpanMask.documents([0, 100, 300])
-    plan = spanwise.make_plan(mask, ranks, block_size=16, exchange="needed", stages=1)
+@pytest.mark.parametrize(
+    ("kernel", "options", "dtype"),
+    covering(
+        ["reference", "flex", "varlen"],
+        [{"exchange": "needed", "stages": 2}, {"exchange": "ring"}, {"exchange": "all_gather"}],
+        [torch.bfloat16, torch.float16],
+    ),
+    ids=named,
+)
+def test_a_rank_of_pretended_cuda_tensors(kernel: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Its rank plan is that of the CPU; and the operators of varlen take its chunks."""
+    plan = spanwise.make_plan(SpanMask.causal(67), num_ranks=3, block_size=8, **options)
+    chosen, attends = KERNELS[kernel], kernel == "varlen"
+    real = build(plan, 1, "cpu", kernel=chosen)
     with FakeTensorMode():
-        local = build(plan, 1 % ranks, CUDA, kernel=KERNELS["varlen"])
+        local = build(plan, 1, CUDA, kernel=chosen)
+        made, wanted = ([x for x in tree_leaves(of) if x is not None] for of in (local, real))
+        assert [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in wanted]
+        assert local.tokens.device == local.chunks["default"][1].start.device == CUDA
         tokens = local.tokens.shape[1]
-        for chunk in local.chunks["default"]:
+        for chunk in local.chunks["default"] if attends else ():
             q = torch.empty(2, 4, tokens, 64, device=CUDA, dtype=dtype)
             k, v = (torch.empty(2, 2, chunk.kv_pos.shape[1], dim, device=CUDA, dtype=dtype) for dim in (64, 32))
-            KERNELS["varlen"].check_device(CUDA, None)
-            KERNELS["varlen"].check(q, k, v, chunk, AttentionOptions())
-            out, lse = KERNELS["varlen"].attend(q, k, v, chunk, local.tokens, AttentionOptions(0.1))
-            tables = chunk.tables
-            of_tables = (tables.calls, tables.cu_seq_q, tables.cu_seq_k, tables.rows, tables.keys)
+            chosen.check_device(CUDA, None)
+            chosen.check(q, k, v, chunk, AttentionOptions())
+            out, lse = chosen.attend(q, k, v, chunk, local.tokens, AttentionOptions(0.1))
+            of_tables = [getattr(chunk.tables, f.name) for f in dataclasses.fields(chunk.tables)]
             grads = torch.ops.spanwise.varlen_backward(out, lse, q, k, v, out, lse, *of_tables, 0.1)
             assert (out.shape, out.dtype, out.device) == ((2, 4, tokens, 32), dtype, CUDA)
             assert (lse.shape, lse.dtype) == ((2, 4, tokens), torch.float32)
@@ -66,40 +77,33 @@ def test_one_rank_attends_through_the_public_function() -> None:
     assert out.device == aux.lse.device == CUDA and out.shape == q.shape
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_largest_scores_of_flex(softcap: float | None) -> None:
-    """The form for CUDA on CPU tensors, with a stand-in for FlexAttention, which reports no largest score on a CPU."""
-    length = 256
-    rows = np.arange(length)
-    read = rows % 5 > 0  # others have no key
-    mask = SpanMask(np.where(read, rows // 2, 0)[None], np.where(read, rows + 1, 0)[None], length)
-    chunk = build(spanwise.make_plan(mask, 1), 0, kernel=KERNELS["flex"]).chunks["default"][0]
-    draw = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, n, length, 32, generator=draw) for n in (4, 2))
+class _Saves(torch.autograd.Function):
+    """Saves `k` and `v` as an attention kernel does; `seen` gets what its backward reads."""
 
-    original = flex_module.flex_attention
+    @staticmethod
+    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(k, v)
+        ctx.seen = seen
+        return k.sum() + v.sum()
 
-    def flex_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, AuxOutput]:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        assert given["enable_gqa"] and given["return_aux"] == AuxRequest(max_scores=True)
-        assert min(given["value"].shape[2:]) >= 16  # what the kernel takes
-        b, h, i, j = torch.meshgrid(*map(torch.arange, (2, 4, length, length)), indexing="ij")
-        keys = given["key"].repeat_interleave(2, 1)
-        scores = given["scale"] * given["query"] @ keys.transpose(2, 3)
-        if given["score_mod"] is not None:
-            scores = given["score_mod"](scores, b, h, i, j)
-        inside = given["block_mask"].mask_mod(b, h, i, j)
-        largest = scores.masked_fill(~inside, -torch.inf).amax(3)
-        return given["value"], AuxOutput(max_scores=largest.masked_fill(largest.isinf(), 1e4))  # a row without a key
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.seen += ctx.saved_tensors
+        return *(grad.expand_as(x).clone() for x in ctx.saved_tensors), None
 
-    arguments = chunk, torch.arange(length)[None], AttentionOptions(0.3, None, softcap)
-    with mock.patch.dict(flex_module._largest.__globals__, {"flex_attention": flex_attention}):
-        got = flex_module._largest(q, k, *arguments)
-    scores = 0.3 * q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    inside = torch.from_numpy(mask.dense())[:, None]
-    want = scores.masked_fill(~inside, -torch.inf).amax((0, 2, 3))
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_what_is_not_saved_is_told_apart(fake: bool) -> None:
+    """Also where every storage is at address 0."""
+    with FakeTensorMode() if fake else torch.enable_grad():
+        k, v = (torch.ones(1, 2, 5, 4, requires_grad=True) for _ in range(2))
+        fetched = tuple(torch.ones(1, 2, 5, 4) for _ in range(2))
+        seen = list[torch.Tensor]()
+        with not_saving() as forget:
+            out = _Saves.apply(k, v, seen)
+            forget((k, v), lambda: fetched)
+        out.backward()
+        assert [storage_id(x) for x in seen] == [storage_id(x) for x in fetched]
 
 
 # ---------------------------------------------------------------- with a stand-in for torch.cuda

@@ -1,78 +1,62 @@
-"""Kernel "sdpa" with large scores against torch's flash kernel: as exact, and finite wherever torch is."""
+"""Kernel "sdpa" against torch's flash kernel at any size of scores: as exact, and finite wherever torch is."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 
-from spanwise.attention.kernels.merge import merge
+from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
-from tests.kernel_calls import sdpa, sdpa_part
+from spanwise.masks.span_mask import SpanMask
+from tests.attention.stand_ins import attend
 from tests.oracle import dense_attention
 from tests.pairs import covering
 
-Results = list[torch.Tensor]  # out, dq, dk, dv
-SEEDS = 12
+PARTS = (0, 1 / 3, 1 / 2, 1)
 
 
-def draw(length: int, dim: int, size: float, scale: float, seed: int) -> list[torch.Tensor]:
-    """q, k, v and grad_out; scores are about `size`."""
-    generator = torch.Generator().manual_seed(seed)
+def results(length: int, dim: int, size: float, scale: float, cuts: object, seed: int) -> list[list[torch.Tensor]]:
+    """Out, dq, dk and dv of causal attention, whose scores are about `size`: exactly, by "sdpa", and by torch."""
+    generator, mask = torch.Generator().manual_seed(seed), SpanMask.causal(length)
     q, k, v, grad_out = (torch.randn(1, 2, length, dim, generator=generator) for _ in range(4))
-    return [q * (size / math.sqrt(dim) / scale), k, v, grad_out]
-
-
-def run(tensors: list[torch.Tensor], scale: float, way: str) -> Results:
-    """Causal attention and its gradients."""
-    leaves = [(x.double() if way == "exact" else x.clone()).requires_grad_() for x in tensors[:3]]
-    q, k, v = leaves
-    length = q.shape[2]
-    start, end = torch.zeros(1, 1, length, dtype=torch.int32), torch.arange(1, length + 1, dtype=torch.int32)
-    end = end.view(1, 1, -1)
-    if way == "exact":
-        out, _ = dense_attention(q, k, v, torch.ones(1, length, length, dtype=torch.bool).tril(), scale)
-    elif way == "torch":
-        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-    elif way == "whole":
-        out, _ = sdpa(q, k, v, start, end, scale=scale)
-    else:
-        cuts, shared = [0, length // 3, length // 2, length], KERNELS["sdpa"].queries(q)
-        out, _ = merge(
-            [
-                sdpa_part(shared, k[:, :, a:b], v[:, :, a:b], start, end.clamp(a, b) - a, scale=scale)
-                for a, b in pairwise(cuts)
-            ]
-        )
-    out.backward(tensors[3].to(out.dtype))
-    return [out.detach(), *(x.grad for x in leaves)]
+    tensors, found = [q * (size / math.sqrt(dim) / scale), k, v], []
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for function in (
+        lambda *x: dense_attention(*x, torch.from_numpy(mask.dense()), scale),
+        lambda *x: attend(KERNELS["sdpa"], *x, mask, AttentionOptions(scale), cuts),
+        lambda *x: flash(*x, 0.0, True, scale=scale),
+    ):
+        leaves = [(x.clone() if found else x.double()).requires_grad_() for x in tensors]
+        out = function(*leaves)[0]
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))])
+    return found
 
 
 @pytest.mark.parametrize(
-    ("size", "shape", "way"),
-    covering([1, 7e2, 7e3, 7e4], [(193, 32, 0.2), (130, 64, 1.0), (33, 128, 1.0), (7, 64, 0.125)], ["whole", "parts"]),
-)
-def test_error_is_that_of_torch(size: float, shape: tuple[int, int, float], way: str) -> None:
+    ("size", "shape", "cuts"),
+    covering(
+        [1, 7e2, 7e3, 7e4], [(193, 32, 0.2), (130, 64, 1.0), (33, 128, 1.0), (7, 64, 0.125), (900, 32, 0.2)],
+        [None, PARTS],
+    ),
+)  # fmt: skip
+def test_error_is_that_of_torch(size: float, shape: tuple[int, int, float], cuts: object) -> None:
     """The geometric mean over seeds: a few rows whose two best scores nearly tie decide the error of one problem."""
     length, dim, scale = shape
-    logs = torch.zeros(4)
-    for seed in range(SEEDS):
-        tensors = draw(length, dim, size, scale, seed)
-        exact, ours, torchs = (run(tensors, scale, each) for each in ("exact", way, "torch"))
-        for i, (whole, x, y) in enumerate(zip(exact, ours, torchs, strict=True)):
+    logs, seeds = torch.zeros(4), 12 if length < 900 else 1
+    for seed in range(seeds):
+        for i, (whole, x, y) in enumerate(zip(*results(length, dim, size, scale, cuts, seed), strict=True)):
             # Where softmax picks one key, gradients of q and k are pure rounding: beside grad_out, not beside 0.
             least = 1e-9 * whole.norm() + 1e-12
-            logs[i] += torch.log(((x - whole).norm() + least) / ((y - whole).norm() + least)) / SEEDS
+            logs[i] += torch.log(((x - whole).norm() + least) / ((y - whole).norm() + least)) / seeds
     assert (logs.exp() <= 2).all(), f"out, dq, dk, dv: {logs.exp().tolist()} of torch's error"
 
 
-@pytest.mark.parametrize("way", ["whole", "parts"])
-@pytest.mark.parametrize(("length", "dim"), [(193, 32), (33, 128), (3, 8)])
-@pytest.mark.parametrize("size", [1e10, 1e18, 1e30])
-def test_finite_where_torch_is(size: float, length: int, dim: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("cuts", "shape", "size"), covering([None, PARTS], [(193, 32), (33, 128), (3, 8)], [1e10, 1e18, 1e30])
+)
+def test_finite_where_torch_is(size: float, shape: tuple[int, int], cuts: object) -> None:
     for scale in (1.0, 0.3):
-        tensors = draw(length, dim, size, scale, seed=0)
-        for x, y in zip(run(tensors, scale, way), run(tensors, scale, "torch"), strict=True):
-            assert (x.isfinite() | ~y.isfinite()).all()
+        _, ours, theirs = results(*shape, size, scale, cuts, seed=0)
+        assert all((x.isfinite() | ~y.isfinite()).all() for x, y in zip(ours, theirs, strict=True))

@@ -29,20 +29,20 @@ def attend(q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | Non
     return spanwise.context_parallel_attention(q, k, k if v is None else v, PLAN, None, **options)
 
 
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **{f"scale {scale}": ({"scale": scale}, "scale must be finite") for scale in (math.nan, math.inf, -math.inf)},
+    **{f"head dims {a}, {b}": ({"q": draw(a), "k": draw(a), "v": draw(b)}, "head dims must be at least 1")
+       for a, b in ((0, 8), (8, 0), (0, 0))},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
-def test_a_scale_that_is_no_number(scale: float, kernel: str) -> None:
-    with pytest.raises(ValueError, match="scale must be finite, got"):
-        attend(draw(), scale=scale, kernel=kernel)
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_numbers(name: str, kernel: str) -> None:
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        attend(**{"q": draw()} | options, kernel=kernel)
     assert attend(draw(), scale=-0.5).isfinite().all() and attend(draw(), scale=0).isfinite().all()
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dims", [(0, 8), (8, 0), (0, 0)])
-def test_head_dim_0(dims: tuple[int, int], kernel: str) -> None:
-    q, v = draw(dims[0]), draw(dims[1])
-    with pytest.raises(ValueError, match="head dims must be at least 1, got q"):
-        attend(q, q, v, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -51,7 +51,7 @@ def test_second_derivatives(kernel: str, which: str) -> None:
     q = draw().requires_grad_()
     out, aux = attend(q, kernel=kernel, return_aux=AuxRequest(lse=True))
     result = (out if which == "out" else aux.lse).square().sum()
-    with pytest.raises(NotImplementedError, match="call backward without create_graph=True"):
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
         torch.autograd.grad(result, q, create_graph=True)
     (grad,) = torch.autograd.grad(result, q)
     assert grad.abs().sum() > 0

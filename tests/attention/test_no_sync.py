@@ -14,46 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2] / "spanwise"
 
 # What a step calls; everything else is reached from here.
-DOORS = [
-    "attention/attention.py",
-    "attention/packed.py",
-    "attention/context_parallel.py",
-    "batch/loss.py",
-    "batch/sharding.py",
-    "batch/token_scores.py",
-    "batch/trees.py",
-    "layouts/thd_order.py",
-    "recurrence/conv.py",
-    "recurrence/layers.py",
-]
-HOT = [
-    *DOORS,
-    "_torch.py",
-    "attention/compact.py",
-    "attention/executor.py",
-    "attention/kv.py",
-    "attention/ulysses.py",
-    "attention/rank_plan.py",
-    "attention/kernels/__init__.py",
-    "attention/kernels/_flex_tables.py",
-    "attention/kernels/base.py",
-    "attention/kernels/table.py",
-    "attention/kernels/_rounds.py",
-    "attention/kernels/flex.py",
-    "attention/kernels/merge.py",
-    "attention/kernels/reference.py",
-    "attention/kernels/varlen.py",
-    "attention/tokens.py",
-    "recurrence/_ops.py",
-    "recurrence/chunkwise.py",
-    "recurrence/passing.py",
-    "recurrence/shards.py",
-    "recurrence/slabs.py",
-    "recurrence/tokenwise.py",
-    "attention/_limits.py",
-    "attention/compare.py",
-    "attention/failure.py",
-]
+DOORS = {
+    *(f"attention/{name}.py" for name in ("attention", "packed", "context_parallel")),
+    *(f"batch/{name}.py" for name in ("loss", "sharding", "token_scores", "trees")),
+    *(f"recurrence/{name}.py" for name in ("conv", "layers")), "layouts/thd_order.py",
+}  # fmt: skip
 NOT_HOT = {
     "batch/contents.py": "reads attention masks, which loaders make in host memory",
     "masks/flex.py": "masks from and to torch, when a plan is made",
@@ -149,18 +114,6 @@ def waits(source: str, plan_time: Collection[str] = ()) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", HOT)
-def test_the_hot_path_never_waits(name: str) -> None:
-    assert set(waits((ROOT / name).read_text(), PLAN_TIME.get(name, ()))) == ON_HOST.get(name, set())
-
-
-def test_functions_of_plan_time_exist() -> None:
-    """A function that was renamed would otherwise take its place on the list with it, unseen."""
-    for name, functions in PLAN_TIME.items():
-        defined = {x.name for x in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(x, ast.FunctionDef)}
-        assert functions <= defined, name
-
-
 def _imports(name: str) -> tuple[set[str], bool]:
     """Modules of ours that a module imports, anywhere in it, and whether it imports torch."""
     found, with_torch = set(), False
@@ -176,57 +129,56 @@ def _imports(name: str) -> tuple[set[str], bool]:
     return found, with_torch
 
 
-def test_everything_that_a_step_may_run_is_on_a_list() -> None:
-    """All kernels and exchanges, and whatever knows torch among the modules that a step's doors lead to."""
-    reached: set[str] = set()
-    open_doors = set(DOORS)
-    while open_doors:
-        name = open_doors.pop()
+def _reached() -> set[str]:
+    """All kernels, and whatever knows torch among the modules that a step's doors lead to."""
+    reached, left = set[str](), set(DOORS)
+    while left:
+        name = left.pop()
         reached.add(name)
-        open_doors |= _imports(name)[0] - reached
-    found = {str(path.relative_to(ROOT)) for folder in ("attention/kernels",) for path in (ROOT / folder).glob("*.py")}
-    found |= {name for name in reached if _imports(name)[1]}
-    assert found == {*HOT, *NOT_HOT}
-    assert len(HOT) + len(NOT_HOT) == len(found)
+        left |= _imports(name)[0] - reached
+    kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "attention/kernels").glob("*.py")}
+    return kernels | {name for name in reached if _imports(name)[1]}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "n = lengths.sum().item()",
-        "sizes = x.tolist()",
-        "y = x.cpu()",
-        "y = x.to('cpu', non_blocking=False)",
-        "y = x.to(device=torch.device('cpu'))",
-        "y = x.detach().numpy()",
-        "rows = mask.nonzero()",
-        "n = int(x.max())",
-        "flag = bool(mask.any())",
-        "scale = float(x[0])",
-        "if mask.any():\n    pass",
-        "assert x.isfinite().all()",
-        "y = [z for z in zs if not z.any()]",
-        "same = torch.equal(x, y)",
-        "x = torch.tensor([1, 2], device=q.device)",
-        "torch.cuda.synchronize()",
-        "def f(x):\n    def g():\n        return x.item()",
-        "def from_numpy(table):\n    return torch.tensor(table)",
-    ],
-)
-def test_what_waits_is_found(line: str) -> None:
-    assert waits(line) != []
+@pytest.mark.parametrize("name", sorted(_reached() - NOT_HOT.keys()))
+def test_the_hot_path_never_waits(name: str) -> None:
+    assert set(waits((ROOT / name).read_text(), PLAN_TIME.get(name, ()))) == ON_HOST.get(name, set())
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "top = float('-inf')",
-        "y = x.to(q.device)",
-        "y = x.to(q.device, non_blocking=q.device.type != 'cpu')",
-        "if x.shape[0] > 1:\n    y = mask.any(1)",
-        "def made_before(table):\n    if table.any():\n        return torch.tensor(table)",
-        "if TYPE_CHECKING:\n    n = x.item()",
-    ],
-)
-def test_what_does_not_wait_is_let_through(line: str) -> None:
-    assert waits(line, {"made_before"}) == []
+def test_what_the_lists_name_exists() -> None:
+    """A function that was renamed would otherwise take its place on the list with it, unseen."""
+    assert NOT_HOT.keys() | PLAN_TIME.keys() | ON_HOST.keys() <= _reached()
+    for name, functions in PLAN_TIME.items():
+        defined = {x.name for x in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(x, ast.FunctionDef)}
+        assert functions <= defined, name
+
+
+FOUND = """n = lengths.sum().item()
+sizes = x.tolist()
+y = x.cpu()
+y = x.to('cpu', non_blocking=False)
+y = x.to(device=torch.device('cpu'))
+y = x.detach().numpy()
+rows = mask.nonzero()
+n = int(x.max())
+flag = bool(mask.any())
+scale = float(x[0])
+if mask.any(): pass
+assert x.isfinite().all()
+y = [z for z in zs if not z.any()]
+same = torch.equal(x, y)
+x = torch.tensor([1, 2], device=q.device)
+torch.cuda.synchronize()
+def f(x): return lambda: x.item()
+def from_numpy(table): return torch.tensor(table)""".splitlines()
+PASSED = """top = float('-inf')
+y = x.to(q.device)
+y = x.to(q.device, non_blocking=q.device.type != 'cpu')
+if x.shape[0] > 1: y = mask.any(1)
+def made_before(table): return torch.tensor(table)""".splitlines()
+
+
+def test_what_waits_is_found_and_nothing_else() -> None:
+    assert all(waits(line) for line in FOUND)
+    assert not any(waits(line, {"made_before"}) for line in PASSED)
+    assert waits("if TYPE_CHECKING:\n    n = x.item()") == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import pickle
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,24 +20,28 @@ import spanwise
 from spanwise import Plan, SpanMask
 from spanwise.routes.route import EVERYONE, RECEIVER, SENDER, RouteProblem, Step
 from tests.oracle import make_problem, relative_error
+from tests.pairs import covering
 from tests.ranks.harness import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs/add-an-exchange.md"
 LENGTH = 50
-
-
 Function = Callable[[RouteProblem], list[Step]]
+
+
+@contextlib.contextmanager
+def code_of(page: str, folder: Path) -> Iterator[ModuleType]:
+    """The Python blocks of a page of docs/ that import something, as a module that lies outside of the package."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    name = "the_users_" + page.removesuffix(".md").replace("-", "_")
+    (folder / f"{name}.py").write_text("\n".join(re.findall(r"```python\n(import .*?)```", text, re.DOTALL)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
 def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Function]:
-    """The page's exchange, out of a module that holds the page's code and lies outside of the package."""
-    (code,) = re.findall(r"```python\n(import .*?)```", PAGE.read_text(), re.DOTALL)
-    folder = tmp_path_factory.mktemp("outside")
-    (folder / "the_users_exchange.py").write_text(code)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield importlib.import_module("the_users_exchange").neighbours
+    with code_of("add-an-exchange.md", tmp_path_factory.mktemp("outside")) as module:
+        yield module.neighbours
 
 
 def with_empty_rows(mask: SpanMask) -> SpanMask:
@@ -58,25 +64,18 @@ def make(mask: SpanMask, ranks: Any, relay: Function, **options: Any) -> Plan:
     return spanwise.make_plan(mask, ranks, exchange=relay, **options)
 
 
-@pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(
-    ("ranks", "kernel", "keep_kv"),
-    [(1, "sdpa", True), (2, "sdpa", True), (4, "sdpa", False), (4, "reference", True), (3, "sdpa", True)],
-)
-def test_exact(relay: Function, name: str, ranks: int, kernel: str, keep_kv: bool) -> None:
+    ("steps", "name", "ranks", "kernel", "keep_kv"),
+    covering(
+        ["the page's", "passed on"], list(MASKS), [1, 2, 3, 4, (2, 2)], ["sdpa", "reference"], [True, False],
+        possible=lambda steps, name, ranks, *_: steps == "the page's" or ranks == 4,
+    ),
+)  # fmt: skip
+def test_exact(relay: Function, steps: str, name: str, ranks: Any, kernel: str, keep_kv: bool) -> None:
+    """Output and gradients of all ranks; on two levels the exchange is between groups of ranks that trade heads."""
     mask = MASKS[name]
-    problem, plan = make_problem(mask.dense(), batch=mask.batch_size), make(mask, ranks, relay, keep_kv=keep_kv)
-    check(problem, plan, kernel, ranks, {})
-
-
-def test_exact_on_two_levels(relay: Function) -> None:
-    """The exchange between groups of ranks that trade heads."""
-    problem, plan = make_problem(DOCUMENTS.dense()), make(DOCUMENTS, (2, 2), relay)
-    check(problem, plan, "sdpa", 4, {"mesh_shape": (2, 2), "mesh_dim_names": ("outer", "inner")})
-
-
-def check(problem: Any, plan: Plan, kernel: str, ranks: int, mesh_of: dict[str, Any]) -> None:
-    """Output and gradients of all ranks against dense float64 attention of the whole sequence."""
+    plan = make(mask, ranks, relay if steps == "the page's" else passed_on, keep_kv=keep_kv)
+    problem = make_problem(mask.dense(), batch=mask.batch_size)
 
     def on_rank(rank: int, mesh: Any) -> tuple[torch.Tensor, ...]:
         q, k, v, grad = (plan.shard(x, rank, dim=2) for x in problem[:4])
@@ -84,10 +83,9 @@ def check(problem: Any, plan: Plan, kernel: str, ranks: int, mesh_of: dict[str, 
         out = spanwise.context_parallel_attention(*leaves, plan, mesh, kernel=kernel)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
-    found = run_ranks(ranks, on_rank, **mesh_of)
-    reference = (problem.out, problem.dq, problem.dk, problem.dv)
-    for rank, results in enumerate(found):
-        for got, wanted in zip(results, reference, strict=True):
+    levels = {"mesh_shape": ranks, "mesh_dim_names": ("outer", "inner")} if ranks == (2, 2) else {}
+    for rank, results in enumerate(run_ranks(plan.num_ranks, on_rank, **levels)):
+        for got, wanted in zip(results, (problem.out, problem.dq, problem.dk, problem.dv), strict=True):
             assert relative_error(got, plan.shard(wanted, rank, dim=2)) < 1e-10
 
 
@@ -113,19 +111,14 @@ def test_what_is_no_exchange_is_refused(relay: Function, tmp_path: Path) -> None
             make(DOCUMENTS, 2, wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got stages=3; use exchange='needed'"):
         make(DOCUMENTS, 2, relay, stages=3)
+    for name in ("auto", "needed", "ulysses"):  # a file could mistake these
+        steps = functools.partial(cut, at=2)
+        steps.__name__ = name  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=f"the function '{name}' needs another name"):
+            make(DOCUMENTS, 2, steps)
     make(DOCUMENTS, 2, relay).save(tmp_path / "plan.npz")
     with pytest.raises(ValueError, match="unknown exchange 'relay'"):
         Plan.load(tmp_path / "plan.npz", exchange="relay")
-
-
-@pytest.mark.parametrize("name", ["auto", "needed", "ulysses"])
-def test_names_that_a_file_could_mistake_are_refused(name: str) -> None:
-    def steps(problem: RouteProblem) -> list[Step]:
-        return []
-
-    steps.__name__ = name
-    with pytest.raises(ValueError, match=f"the function '{name}' needs another name"):
-        make(DOCUMENTS, 2, steps)
 
 
 def passed_on(problem: RouteProblem, source: int = 0) -> list[Step]:
@@ -139,14 +132,6 @@ def passed_on(problem: RouteProblem, source: int = 0) -> list[Step]:
     rest = reads[(reads[:, SENDER] > 0) & (reads[:, RECEIVER] > 0)].copy()
     rest[:, SENDER] = 0
     return [Step(-1, np.concatenate(to_first)), Step(-1, own), Step(source, rest)]
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("keep_kv", [True, False])
-def test_any_steps_are_exact(name: str, keep_kv: bool) -> None:
-    mask = MASKS[name]
-    problem, plan = make_problem(mask.dense(), batch=mask.batch_size), make(mask, 4, passed_on, keep_kv=keep_kv)
-    check(problem, plan, "sdpa", 4, {})
 
 
 def test_promises_are_checked() -> None:

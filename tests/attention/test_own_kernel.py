@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,38 +13,22 @@ from spanwise import AuxRequest, SpanMask
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
-from tests.oracle import Problem, make_problem, relative_error
+from tests.attention.test_kernels import draw
+from tests.attention.test_own_exchange import DOCUMENTS, LENGTH, WINDOW, code_of, with_empty_rows
+from tests.oracle import make_problem, relative_error
 from tests.pairs import covering
 from tests.ranks.harness import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs/add-a-kernel.md"
-LENGTH = 48
+MASKS = {"documents": DOCUMENTS, "window and global": with_empty_rows(WINDOW)}
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """The page's kernel, out of a module that holds the page's Python blocks and lies outside of the package."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    path = tmp_path_factory.mktemp("outside") / "the_users_kernel.py"
-    path.write_text("\n".join(blocks))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(path.parent)
-        yield importlib.import_module("the_users_kernel").Dense()
+    """The page's kernel."""
+    with code_of("add-a-kernel.md", tmp_path_factory.mktemp("outside")) as module:
+        yield module.Dense()
 
 
-def with_empty_rows(mask: SpanMask) -> SpanMask:
-    keep = np.ones(mask.q_len, bool)
-    keep[[0, 7, *range(20, 31), mask.q_len - 1]] = False
-    return SpanMask(mask.start * keep, mask.end * keep, mask.kv_len)
-
-
-MASKS = {
-    "documents": with_empty_rows(SpanMask.documents([0, 5, 6, 30, LENGTH])),
-    "window_and_globals": with_empty_rows(
-        SpanMask.sliding_window(LENGTH, 6) | SpanMask(np.zeros((1, LENGTH), int), np.full((1, LENGTH), 2), LENGTH)
-    ),
-}
 EXCHANGES: list[dict[str, Any]] = [
     {"exchange": "needed", "stages": 2},
     {"exchange": "all_gather"},
@@ -58,62 +38,87 @@ EXCHANGES: list[dict[str, Any]] = [
 ]
 
 
-def run(
-    problem: Problem, plan: spanwise.Plan, kernel: Kernel, local: bool = False, **options: Any
-) -> list[tuple[torch.Tensor, ...]]:
-    """out, lse, dq, dk and dv of the whole sequence, as each rank gathers them."""
+class Blockwise(Kernel):
+    """Tables, spare keys and all other members that shape a rank plan, around an inner kernel's `attend`."""
 
-    def on_rank(rank: int, mesh: Any) -> tuple[torch.Tensor, ...]:
-        leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in problem[:3]]
-        mine = plan.local(mesh, kernel=kernel) if local else plan
-        out, aux = spanwise.context_parallel_attention(
-            *leaves, mine, mesh, kernel=kernel, return_aux=AuxRequest(lse=True), **options
-        )
-        out.backward(spanwise.shard(plan, mesh, problem.grad_out, dim=2))
-        grads = [x.grad for x in leaves]
-        return tuple(spanwise.unshard(plan, mesh, x.detach(), dim=2) for x in (out, aux.lse, *grads))
+    name = "blockwise"
+    dynamic_queries = False
+    needs_tokens = True
+    table_type = dict
 
-    return run_ranks(plan.num_ranks, on_rank)
+    def __init__(self, inner: Kernel) -> None:
+        self.inner = inner
+
+    def tables(self, mask: SpanMask, device: torch.device) -> dict[str, torch.Tensor]:
+        return {"area": torch.from_numpy(mask.area()).to(device), "keys": torch.empty(mask.kv_len, 0, device=device)}
+
+    def capacity(self, num_keys: int) -> int:
+        return max(2, -(-num_keys // 16)) * 16
+
+    def num_spans(self, num_spans: int) -> int:
+        return 4
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, q_pos: torch.Tensor, options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert k.isfinite().all() and v.isfinite().all()  # spare keys too
+        assert chunk.start.shape[1] == 4
+        assert chunk.tables["keys"].shape[0] == k.shape[2]
+        assert torch.equal(chunk.tables["area"], (chunk.end - chunk.start).clamp(min=0).sum(1))
+        return self.inner.attend(q, k, v, chunk, q_pos, options)
 
 
-def check(problem: Problem, results: list[tuple[torch.Tensor, ...]], mask: SpanMask) -> None:
-    empty = torch.from_numpy(mask.area()[0] == 0)
-    assert empty.any()
-    for out, lse, dq, dk, dv in results:
-        assert not out[:, :, empty].any() and not dq[:, :, empty].any() and (lse[:, :, empty] == -torch.inf).all()
-        assert relative_error(lse[:, :, ~empty], problem.lse[:, :, ~empty]) <= 1e-10
-        for got, want in ((out, problem.out), (dq, problem.dq), (dk, problem.dk), (dv, problem.dv)):
-            assert relative_error(got, want) <= 1e-10
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0, -0.1, 0.3, 0.2, 0.7], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("name", "exchange", "num_ranks"), covering(list(MASKS), EXCHANGES, [1, 2, 4]))
-def test_exact_under_every_exchange(kernel: Kernel, name: str, exchange: dict[str, Any], num_ranks: int) -> None:
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score - SLOPES.to(score.dtype)[h] * (q_idx - kv_idx).abs()
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange", "num_ranks", "blockwise", "biased", "dtype"),
+    covering(
+        list(MASKS), EXCHANGES, [1, 2, 4], [False, True], [False, True],
+        [torch.float64, torch.float32, torch.bfloat16],
+    ),
+)  # fmt: skip
+def test_exact_under_every_exchange(
+    kernel: Kernel, name: str, exchange: dict[str, Any], num_ranks: int, blockwise: bool, biased: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Also with tables and spare keys, a score_mod on global positions, and the largest scores of the mask."""
+    mask, chosen = MASKS[name], Blockwise(kernel) if blockwise else kernel
     plan = spanwise.make_plan(
-        MASKS[name], num_ranks, balancer="head_tail", block_size=4, num_q_heads=8, num_kv_heads=4, **exchange
+        mask, num_ranks, balancer="head_tail", block_size=4, num_q_heads=8, num_kv_heads=4, **exchange
     )
-    problem = make_problem(MASKS[name].dense(), batch=2, heads=(8, 4), dims=(8, 12))
-    check(problem, run(problem, plan, kernel), MASKS[name])
-    check(problem, run(problem, plan, kernel, local=True), MASKS[name])
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda x: x["exchange"])
-def test_score_mod_sees_global_positions(kernel: Kernel, exchange: dict[str, Any]) -> None:
-    mask = MASKS["documents"]
-    plan = spanwise.make_plan(mask, 2, balancer="head_tail", block_size=4, num_q_heads=4, num_kv_heads=2, **exchange)
-    slopes = torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)
-    problem = make_problem(mask.dense())
+    inputs = draw(mask, (8, 4, 8, 12), dtype)
     far = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
-    group = problem.q.shape[1] // problem.k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (problem.k, problem.v))
-    scores = problem.q @ k.mT * problem.q.shape[-1] ** -0.5 - slopes[:, None, None] * far
-    scores = scores.masked_fill(~torch.from_numpy(mask.dense()), -torch.inf)
-    want = scores.softmax(-1).nan_to_num(0) @ v
+    wide = [x.double().clone().requires_grad_() for x in inputs[:3]]
+    k, v = (x.repeat_interleave(2, 1) for x in wide[1:])
+    scores = wide[0] @ k.mT * 8**-0.5 - (SLOPES[:, None, None] * far if biased else 0)
+    seen = torch.from_numpy(mask.dense())[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    out = scores.softmax(-1).nan_to_num(0) @ v
+    want = [out, scores.logsumexp(-1), *torch.autograd.grad(out, wide, inputs.grad_out.double())]
+    request = AuxRequest(lse=True, max_logit=not biased)
 
-    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score - slopes[h] * (q_idx - kv_idx).abs()
+    def on_rank(rank: int, mesh: Any) -> list[torch.Tensor]:
+        leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in inputs[:3]]
+        mine = plan.local(mesh, kernel=chosen) if blockwise else plan
+        out, aux = spanwise.context_parallel_attention(
+            *leaves, mine, mesh, kernel=chosen, score_mod=alibi if biased else None, return_aux=request
+        )
+        out.backward(spanwise.shard(plan, mesh, inputs.grad_out, dim=2))
+        assert out.dtype == dtype and (biased or torch.allclose(aux.max_logit.double(), scores.amax((0, 2, 3)), 1e-5))
+        return [spanwise.unshard(plan, mesh, x.detach(), dim=2) for x in (out, aux.lse, *(x.grad for x in leaves))]
 
-    for out, *_ in run(problem, plan, kernel, score_mod=alibi):
-        assert relative_error(out, want) <= 1e-10
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3.5e-2}[dtype]
+    empty = torch.from_numpy(mask.area()[0] == 0)
+    for found in run_ranks(num_ranks, on_rank):
+        assert empty.any() and not found[0][:, :, empty].any() and not found[2][:, :, empty].any()
+        assert (found[1][:, :, empty] == -torch.inf).all()
+        found[1], exact = found[1][:, :, ~empty], [want[0], want[1][:, :, ~empty], *want[2:]]
+        assert all(relative_error(x, y.detach()) <= tolerance for x, y in zip(found, exact, strict=True))
 
 
 def test_in_context_parallel(kernel: Kernel) -> None:
@@ -141,29 +146,6 @@ def test_in_context_parallel(kernel: Kernel) -> None:
     for out in run_ranks(2, on_rank):
         assert relative_error(out, problem.out) <= 1e-10
     assert set(calls) == {0, 1}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_reduced_precision_and_max_logit(kernel: Kernel, dtype: torch.dtype) -> None:
-    mask = MASKS["window_and_globals"]
-    problem = make_problem(mask.dense(), dtype=dtype)
-    plan = spanwise.make_plan(mask, 2, balancer="head_tail", block_size=4)
-
-    def on_rank(rank: int, mesh: Any) -> tuple[torch.Tensor, spanwise.Aux]:
-        shards = [spanwise.shard(plan, mesh, x, dim=2) for x in problem[:3]]
-        out, aux = spanwise.context_parallel_attention(
-            *shards, plan, mesh, kernel=kernel, return_aux=AuxRequest(lse=True, max_logit=True)
-        )
-        return spanwise.unshard(plan, mesh, out, dim=2), aux
-
-    k = problem.k.double().repeat_interleave(2, 1)
-    scores = problem.q.double() @ k.mT * problem.q.shape[-1] ** -0.5
-    largest = scores.masked_fill(~torch.from_numpy(mask.dense()), -torch.inf).amax((0, 2, 3))
-    for out, aux in run_ranks(2, on_rank):
-        assert out.dtype == dtype and aux.lse.dtype == torch.float32
-        tolerance = 3.5e-2 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(out.double(), problem.out, atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(aux.max_logit.double(), largest, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.compiles
@@ -209,74 +191,29 @@ def test_compiles_where_the_number_of_keys_is_unbacked(kernel: Kernel) -> None:
 # --- kernels that shape the rank plan -------------------------------------------------------------------------------
 
 
-class Blockwise(Kernel):
-    """Tables, spare keys and all other members that shape a rank plan, around an inner kernel's `attend`."""
-
-    name = "blockwise"
-    dynamic_queries = False
-    needs_tokens = True
-    table_type = dict
-
-    def __init__(self, inner: Kernel) -> None:
-        self.inner = inner
-
-    def tables(self, mask: SpanMask, device: torch.device) -> dict[str, torch.Tensor]:
-        return {"area": torch.from_numpy(mask.area()).to(device), "keys": torch.empty(mask.kv_len, 0, device=device)}
-
-    def capacity(self, num_keys: int) -> int:
-        return max(2, -(-num_keys // 16)) * 16
-
-    def num_spans(self, num_spans: int) -> int:
-        return 4
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, q_pos: torch.Tensor, options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert k.isfinite().all() and v.isfinite().all()  # spare keys too
-        assert chunk.start.shape[1] == 4
-        assert chunk.tables["keys"].shape[0] == k.shape[2]
-        assert torch.equal(chunk.tables["area"], (chunk.end - chunk.start).clamp(min=0).sum(1))
-        return self.inner.attend(q, k, v, chunk, q_pos, options)
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda x: x["exchange"])
-def test_tables_and_spare_keys(kernel: Kernel, exchange: dict[str, Any]) -> None:
-    mask = MASKS["window_and_globals"]
-    plan = spanwise.make_plan(mask, 2, balancer="head_tail", block_size=4, num_q_heads=4, num_kv_heads=2, **exchange)
-    problem, blockwise = make_problem(mask.dense()), Blockwise(kernel)
-    assert not blockwise.plain and blockwise.pads_keys
-    check(problem, run(problem, plan, blockwise), mask)
-    for chunk in build(plan, 0, kernel=blockwise).chunks["default"][1:]:
-        assert chunk.kv_pos.shape[1] in (32, 48)
-
-
 def test_plans_are_shared_by_kernels_that_shape_them_alike(kernel: Kernel) -> None:
     plan = spanwise.make_plan(SpanMask.causal(LENGTH), 1)
     plain = plan.local(None)
     assert kernel.plain and plan.local(None, kernel=kernel) is plain is plan.local(None, kernel="reference")
     blockwise = Blockwise(kernel)
     mine = plan.local(None, kernel=blockwise)
+    assert not blockwise.plain and blockwise.pads_keys
     assert mine is not plain and plan.local(None, kernel=blockwise) is mine
     assert plan.local(None, kernel=Blockwise(kernel)) is not mine
     assert plan.local(None, kernel="flex") is plan.local(None, kernel="flex") is not plain
+    two = spanwise.make_plan(MASKS["documents"], 2, balancer="head_tail", block_size=4, exchange="needed", stages=2)
+    for chunk in build(two, 0, kernel=blockwise).chunks["default"][1:]:
+        assert chunk.kv_pos.shape[1] in (32, 48)
 
 
 def test_refusals(kernel: Kernel) -> None:
-    plan = spanwise.make_plan(SpanMask.causal(LENGTH), 1)
-    x = torch.randn(1, 2, LENGTH, 8)
+    plan, x = spanwise.make_plan(SpanMask.causal(LENGTH), 1), torch.randn(1, 2, LENGTH, 8)
+    attend = spanwise.context_parallel_attention
     with pytest.raises(ValueError, match="kernel 'blockwise' needs dict in the rank plan"):
-        spanwise.context_parallel_attention(x, x, x, plan.local(None), None, kernel=Blockwise(kernel))
-    for call in (lambda name: plan.local(None, kernel=name), lambda name: _attend(x, plan, name)):
-        with pytest.raises(ValueError, match="unknown kernel 'dens'; choose one of .* or give a Kernel"):
-            call("dens")
-        with pytest.raises(ValueError, match="unknown kernel <class .*Dense'>"):
-            call(type(kernel))
-    empty_rank = spanwise.make_plan(SpanMask.causal(1), 2)
-    with pytest.raises(
-        ValueError, match="kernel 'blockwise' needs at least one token on every rank, and one key, got \\[1, 0\\]"
-    ):
-        build(empty_rank, 0, kernel=Blockwise(kernel))
-
-
-def _attend(x: torch.Tensor, plan: spanwise.Plan, kernel: Any) -> torch.Tensor:
-    return spanwise.context_parallel_attention(x, x, x, plan, None, kernel=kernel)
+        attend(x, x, x, plan.local(None), None, kernel=Blockwise(kernel))
+    for wrong in ("dens", type(kernel)):
+        for call in (lambda name: plan.local(None, kernel=name), lambda name: attend(x, x, x, plan, kernel=name)):
+            with pytest.raises(ValueError, match="unknown kernel .*dens.*choose one of .* or give a Kernel|Dense"):
+                call(wrong)
+    with pytest.raises(ValueError, match=r"'blockwise' needs at least one token .* \[1, 0\]"):
+        build(spanwise.make_plan(SpanMask.causal(1), 2), 0, kernel=Blockwise(kernel))

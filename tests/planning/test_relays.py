@@ -60,9 +60,8 @@ def test_what_is_sent_is_what_is_received(problem: tuple[Plan, Dense], host_size
         return
     assert {len(of_rank) for of_rank in chunks} == {plan.num_chunks()} == {len(plan.route().padded)}
     for i, tokens in enumerate(plan.route().padded):
-        if plan.route().of_shards:
-            continue  # sizes are those of whole shards
-        sizes = np.array([of_rank[i].route.sizes for of_rank in chunks])
+        routes = [of_rank[i].route for of_rank in chunks]
+        sizes = np.array([[x.shape[0] for x in (*route.send_sizes, *route.recv_sizes)] for route in routes])
         sent, received = np.split(alike * sizes, 2, axis=1)
         assert (received == sent.T).all() and (received == tokens).all()
     assert (plan.route().padded.sum(axis=(0, 2)) == plan.needed_traffic().sum(axis=1)).all()

@@ -74,7 +74,8 @@ def _calls(batch: int, tables: Tables) -> Iterator[_Call]:
 
 def _flat(x: Tensor, width: int) -> Tensor:
     """``[B, H, T, D]`` as ``[B * T, H, width]``, in strides that flash can read; a view where possible."""
-    x = F.pad(x.transpose(1, 2).flatten(0, 1), (0, width - x.shape[3]))
+    x = x.transpose(1, 2).flatten(0, 1)
+    x = x if width == x.shape[2] else F.pad(x, (0, width - x.shape[2]))  # by nothing it would copy
     # The kernel loads 16 bytes at a time.
     aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:2])
     return x if aligned and x.stride(2) == 1 else x.clone(memory_format=torch.contiguous_format)
@@ -112,17 +113,9 @@ def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, tables: Tables, scale
 
 
 def backward(
-    flash: Flash,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tables: Tables,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    flash: Flash, grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, tables: Tables, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, computed by ``flash``.
 
     Every round gets the lse and the out of all rounds together. So it recomputes the softmax over the whole row, as

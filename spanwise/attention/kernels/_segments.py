@@ -82,8 +82,7 @@ def cut_rounds(mask: SpanMask) -> list[Round]:
                 bands.append(
                     Band(row + b * q_len, row_stop + b * q_len, key + b * kv_len, key_stop + b * kv_len, window)
                 )
-    whole, split = _pack(bands), _pack(_join([part for band in bands for part in _split(band)]))
-    chosen = min(whole, split, key=len)
+    chosen = min(_pack(bands), _pack([part for band in bands for part in _split(band)]), key=len)
     if len(chosen) > _MOST_ROUNDS:
         raise ValueError(
             f"kernel 'varlen' would need more than {_MOST_ROUNDS} calls for this mask of {q_len} queries and {kv_len} "
@@ -136,29 +135,6 @@ def _split(band: Band) -> list[Band]:
     if key == corner:
         return [rest]
     return [Band(row, row_stop - 1, key, corner, _FULL if corner - key == 1 else (0, -1)), rest]
-
-
-def _join(bands: Sequence[Band]) -> list[Band]:
-    """Join full and causal bands that continue one another; parts of different bands may."""
-    joined: list[Band] = []
-    last: dict[tuple[int, int, int], int] = {}  # (next row, first key, end of the last row) -> where in `joined`
-    for band in sorted(bands):
-        row, row_stop, key, key_stop, window = band
-        causal, full = window == (-1, 0) or row_stop - row == 1, window == _FULL
-        if causal or full:
-            first_end = key_stop if full else key_stop - (row_stop - row) + 1
-            for step, fits, kind in ((1, causal, (-1, 0)), (0, full, _FULL)):
-                at = last.get((row, key, first_end - step))
-                if at is not None and fits and (joined[at].window == kind or joined[at].row_stop - joined[at].row == 1):
-                    joined[at] = Band(joined[at].row, row_stop, key, key_stop, kind)
-                    break
-            else:
-                at = len(joined)
-                joined.append(band)
-            last[row_stop, key, key_stop] = at
-        else:
-            joined.append(band)
-    return joined
 
 
 def _choose_windows(bands: Sequence[Band]) -> list[Window]:

@@ -82,14 +82,14 @@ def merge(parts: Sequence[Part], dtype: torch.dtype | None = None) -> tuple[Tens
 def union(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two partial results as one, the output in float32 (float64 for float64)."""
     # Where neither has a key, the difference would be nan. A nan in an lse stays.
-    weight = torch.where(new_lse == -torch.inf, 0, torch.sigmoid(new_lse - lse)).unsqueeze(-1)
+    weight = torch.sigmoid(new_lse - lse).masked_fill(new_lse == -torch.inf, 0).unsqueeze(-1)
     wide = lse_dtype(out)
     return torch.lerp(out.to(wide), new_out.to(wide), weight.to(wide)), torch.logaddexp(lse, new_lse)
 
 
 def tokens(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tokens of a part; ``dtype`` is that in which it takes the union's grad_out and out."""
-    of_out, of_lse = out.new_zeros((), dtype=dtype), lse.new_zeros(())
+    of_out, of_lse = out.new_empty((), dtype=dtype), lse.new_empty(())
     return (*(of_out.expand(out.shape) for _ in range(2)), *(of_lse.expand(lse.shape) for _ in range(2)))  # type: ignore[return-value]
 
 

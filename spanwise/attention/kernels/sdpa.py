@@ -198,7 +198,7 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor) -> Tensor:
         ctx.dtype = q.dtype
-        return torch.zeros((), dtype=lse_dtype(q), device=q.device).expand(q.shape)
+        return q.new_empty((), dtype=lse_dtype(q)).expand(q.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -208,16 +208,9 @@ class _Anchor(torch.autograd.Function):
 class _Part(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        anchor: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: Tensor,
-        end: Tensor,
-        scale: float,
+        ctx: Any, q: Tensor, anchor: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float,
         softcap: float | None,
-    ) -> Part:
+    ) -> Part:  # fmt: skip
         ctx.save_for_backward(q, k, v, start, end)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.softcap = scale, softcap

@@ -148,16 +148,9 @@ class _Part(torch.autograd.Function):
 
 @torch.library.custom_op("spanwise::varlen", mutates_args=(), device_types="cuda")
 def _varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    calls: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    rows: Tensor,
-    keys: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, calls: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, rows: Tensor, keys: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return forward(FLASH, q, k, v, (calls, cu_seq_q, cu_seq_k, rows, keys), scale)
 
 
@@ -168,20 +161,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("spanwise::varlen_backward", mutates_args=(), device_types="cuda")
 def _varlen_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    calls: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    calls: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, rows: Tensor, keys: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tables = (calls, cu_seq_q, cu_seq_k, rows, keys)
     return backward(FLASH, grad_out, grad_lse, q, k, v, out, lse, tables, scale)
 
