@@ -122,10 +122,7 @@ def _of_tree(batch: Batch, rows: int, length: int, padded: bool) -> Documents:
     tree, others = batch["tree"], [name for name in (*DESCRIPTIONS, "position_ids") if batch.get(name) is not None]
     if not isinstance(tree, spanwise.TokenTree) or rows != 1 or tree.num_tokens != length:
         got = f"one of {tree.num_tokens} tokens" if isinstance(tree, spanwise.TokenTree) else f"a {type(tree).__name__}"
-        raise ValueError(
-            f"tree must be a spanwise.TokenTree of the batch's {rows} rows of {length} tokens, in one row, got {got}; "
-            f"TokenTree.pack joins several trees"
-        )
+        raise ValueError(f"tree must be a spanwise.TokenTree of one row of {length} tokens, got {got} for {rows} rows")
     if others or padded:
         raise ValueError(f"the batch has a tree and {others or 'padding'}; the tree alone tells positions and masks")
     return Documents(1, length, None, np.array([0, length]), tree)
@@ -151,10 +148,9 @@ def shape_of(batch: Batch) -> tuple[int, int]:
         if batch.get(name) is not None and not isinstance(batch[name], torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got a {type(batch[name]).__name__}; collate the batch before")
     for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
-        x = batch.get(name)
-        if x is not None and (x.dim() != dims or 0 in x.shape[:2]):
-            raise ValueError(f"{name} must be [B, S{', dim' * (dims - 2)}], not empty; got {tuple(x.shape)}")
-        if x is not None:
+        if (x := batch.get(name)) is not None:
+            if x.dim() != dims or 0 in x.shape[:2]:
+                raise ValueError(f"{name} must be [B, S{', dim' * (dims - 2)}], not empty; got {tuple(x.shape)}")
             return x.shape[0], x.shape[1]
     raise ValueError(f"the batch needs input_ids or inputs_embeds; it has {sorted(batch)}")
 
@@ -241,10 +237,8 @@ def share_prefixes(batch: Batch) -> dict[str, Any]:
         raise ValueError("labels must be the tokens of input_ids or -100: sequences that share a token share its label")
     valid[documents.cu_seqlens[:-1]] = False  # nothing predicts a first token
     weights = torch.from_numpy(found.weights([valid[run] for run in runs])).to(ids.device, torch.float32)[None]
-    return {
-        **rest, "input_ids": ids, "tree": found.tree, "labels": ids.masked_fill(weights == 0, -100),
-        "label_weights": weights,
-    }  # fmt: skip
+    labels = ids.masked_fill(weights == 0, -100)
+    return {**rest, "input_ids": ids, "tree": found.tree, "labels": labels, "label_weights": weights}
 
 
 @dataclasses.dataclass(frozen=True)

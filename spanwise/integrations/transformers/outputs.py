@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 import spanwise
-from spanwise._torch import tree_map
+from spanwise._torch import tree_leaves, tree_map
 from spanwise.integrations.transformers.batches import ARGUMENT, PlannedBatch, planned_of
 from spanwise.layouts.layout import Layout
 
@@ -54,8 +53,7 @@ class LocalTokens(torch.Tensor):
             if torch.compiler.is_dynamo_compiling():  # AOTAutograd refuses the subclass at the first run of a graph
                 args, kwargs = tree_map(lambda x: x.plain if isinstance(x, cls) else x, (args, kwargs))
                 return func(*args, **(kwargs or {}))
-            lists = [x if isinstance(x, (list, tuple)) else [x] for x in (*args, *(kwargs or {}).values())]
-            own = [x for x in itertools.chain(*lists) if isinstance(x, cls) and hasattr(x, "token_layout")]
+            own = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls) and hasattr(x, "token_layout")]
             if any(x.token_layout != own[0].token_layout for x in own[1:]):
                 raise ValueError(
                     "outputs of models that cut a batch differently hold other tokens on each rank; cut it for both by "

@@ -65,10 +65,10 @@ def verify(
             wanted = gradients(model, logits, direction, parameters)
             cut = _logits(model, arguments)
             got = gradients(model, cut, spanwise.shard(local, x=direction), parameters)
-            got_logits = spanwise.unshard(local, x=cut.detach())
-            wrong = (got_logits - logits.detach()).abs().max() / logits.detach().abs().max().clamp(min=1e-30)
+            joined, logits = spanwise.unshard(local, x=cut.detach()), logits.detach()
+            wrong = (joined - logits).abs().max() / logits.abs().max().clamp(min=1e-30)
             errors = {"logits": wrong.item(), "parameters": _gradient_error(got, wanted, site.mesh)}
-            probed, leaks = _leaks(model, given, plan, documents, got_logits)
+            probed, leaks = _leaks(model, given, plan, documents, joined)
     finally:
         for module, training in modes.items():
             module.training = training
