@@ -161,7 +161,9 @@ def prepare_context_parallel_input(
         got = f"{tuple(labels.shape)} and {tuple(positions.shape)}"
         raise ValueError(f"labels and positions must be [B, S] = {shape}, as inputs, got {got}")
     if plan is None:
-        documents = spanwise.SpanMask.from_position_ids(positions)
+        index = torch.arange(shape[1], device=positions.device).expand(shape)
+        starts = torch.where(positions == 0, index, 0).cummax(dim=1).values  # positions may skip numbers
+        documents = spanwise.SpanMask.from_position_ids(index - starts)
         masks = next(m for m in (mask, extra_kwargs.get("attention_masks"), documents) if m is not None)
         if isinstance(masks, Mapping):
             masks = {name: mask for name, mask in masks.items() if mask is not None}  # None marks an unused mask

@@ -197,6 +197,10 @@ def _refused(rank: int, mesh: Any) -> None:
         prepare(inputs, labels, {}, plan=plan)
     with pytest.raises(ValueError, match="leave mask"):
         prepare(inputs, labels, {}, plan=plan, mask=spanwise.SpanMask.causal(101))
+    skipping = torch.tensor([[*range(7, 27), *range(30, 61), *range(50)]] * 2)  # a document starts at 0 alone
+    documents = prepare(inputs, labels, {"positions": skipping})[2]["attention_masks"].plan
+    plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 51, 101]), 2)
+    assert torch.equal(documents.digest, plan.local(mesh, "cpu").digest)
     _, _, kwargs = prepare(inputs, labels, {"other": 1})
     assert kwargs["other"] == 1 and kwargs["positions"].shape[0] == 2
     q = torch.zeros(2, kwargs["positions"].shape[1], 2, 4)
