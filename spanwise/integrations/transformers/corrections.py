@@ -70,6 +70,8 @@ def gather_router_logits(decoder: nn.Module, args: Any, kwargs: dict[str, Any], 
     planned, logits = kwargs.get(ARGUMENT), getattr(output, "router_logits", None)
     if planned is None or logits is None:
         return None
+    if planned.documents.tree is not None:
+        raise ValueError("auxiliary losses of experts would count shared prefixes once; set output_router_logits=False")
     output.router_logits = tuple(
         x if x is None else spanwise.unshard(planned.plan, x=x.flatten(0, -2)[None])[0] for x in logits
     )

@@ -312,6 +312,7 @@ WRONG: dict[str, tuple[Call, str]] = {
             ("llama4", {}, "chunked attention"),
             ("qwen3_next", {}, "cannot follow the branches of a tree"),
             ("minimax", {}, "cannot follow the branches of a tree"),
+            ("mixtral, auxiliary loss", {}, "shared prefixes once"),
         )
     },
 }  # fmt: skip
