@@ -78,6 +78,7 @@ def bind(dag: Dag, graph: fx.Graph) -> Captured:
     """`dag` with the nodes of a graph that has the same calls in the same order, such as a copy of its graph."""
     inputs = [node for node in graph.nodes if node.op in _INPUTS]
     calls = [node for node in graph.nodes if node.op not in (*_INPUTS, "output")]
+    assert len(calls) == len(dag), "the graph is another one"
     return Captured(dag, tuple(calls), tuple(inputs))
 
 
