@@ -172,9 +172,7 @@ def test_chunks_carry_what_the_plan_says(stages: int, chunks: int, name: str) ->
 # ---------------------------------------------------------------- refused
 
 PLAN = spanwise.make_plan(DOCUMENTS, 3, balancer="ptrr", exchange="all_gather", block_size=4)
-PACKING = spanwise.Packing(CU_SEQLENS)
 AUX = {"return_aux": AuxRequest(max_logit=True)}
-SHAPED = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
 
 def change(score: Any, *_: Any) -> Any:
