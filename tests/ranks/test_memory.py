@@ -147,8 +147,7 @@ CELLS = covering([4, (2, 2)], list(MASKS), HEADS, [torch.float32, torch.bfloat16
 
 
 def is_exact(way: dict[str, Any], mask: str, heads: tuple[int, int], by_head: bool) -> bool:
-    """Whether the plan counts this to the byte: of a copy that a ring sends it takes what the rank receives instead,
-    which is up to a block less where shards differ and what is sent is not there already."""
+    """Whether the plan counts this to the byte: of other rings it leaves out less than a block of the larger shards."""
     return way["exchange"] != "ring" or (heads == (8, 4) and (by_head or mask in ("documents", "rows")))
 
 
