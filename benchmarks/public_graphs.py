@@ -127,6 +127,13 @@ def case_of(path: Path) -> dict[str, Any]:
     table = (path.parent / names["get_colls_estimations_file"]()).read_text()
     aliases = names.get("get_colls_group_mapping", dict)()
     ms = json.loads((path.parent / "costs" / f"{name}.json").read_text())
+    ranked = sorted(sizes, key=lambda group: -sizes[group])  # the first has all ranks
+    called = {group: str(number) for number, group in enumerate(ranked)}  # as torch names groups
+    for node in gm.graph.nodes:
+        if node.target in STARTS:
+            node.args = tuple(called.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
+    sizes = {called[group]: size for group, size in sizes.items()}
+    aliases = {new: aliases.get(group, group) for group, new in called.items()}
     cost = Tables(ms, table, sizes, aliases)
     found: dict[str, Any] = {"nodes": len(gm.graph.nodes)}
     budgets: dict[str, int | None] = {"": None}

@@ -52,7 +52,7 @@ class Bounds:
 
 
 def lower_bounds(dag: Dag) -> Bounds:
-    """Bounds for every order of `dag` without contention.
+    """Bounds for every order of `dag`.
 
     >>> from spanwise.overlap.dag import Node
     >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
@@ -158,36 +158,28 @@ def tails(dag: Dag, around: ComputeAround | None = None) -> tuple[NDArray[np.flo
     return np.array(issued), np.array(ended)
 
 
-def waits_before(dag: Dag) -> list[int]:
-    """Of each node, the collectives whose wait it is or depends on, as bits by their numbers in `Dag.starts`."""
-    bit = {dag.wait_of[start]: 1 << number for number, start in enumerate(dag.starts) if start in dag.wait_of}
-    found: list[int] = []
-    for i, deps in enumerate(dag.unique_deps):
-        bits = bit.get(i, 0)
-        for dep in deps:
-            bits |= found[dep]
-        found.append(bits)
-    return found
-
-
-def starts_after(dag: Dag) -> list[int]:
-    """Of each node, the collectives whose start it is or leads to, as bits by their numbers in `Dag.starts`."""
-    found = [0] * len(dag)
-    for number, start in enumerate(dag.starts):
-        found[start] = 1 << number
-    for i in range(len(dag) - 1, -1, -1):
-        for dep in dag.unique_deps[i]:
-            found[dep] |= found[i]
-    return found
-
-
 class Reach:
     """Of each node, the collectives that it leads to, and those whose wait it is or follows; in blocks of columns."""
 
     def __init__(self, dag: Dag) -> None:
-        self.starts, self.count = dag.starts, len(dag.starts)
+        self.starts, self.count = np.array(dag.starts, np.int64), len(dag.starts)
         self.blocks = range(-(-self.count // _BLOCK))
-        self.leads_to, self.follows = (_matrix(sets, self.count) for sets in (starts_after(dag), waits_before(dag)))
+        leads_to, follows = [0] * len(dag), [0] * len(dag)  # bits, by numbers in `Dag.starts`
+        for number, start in enumerate(dag.starts):
+            leads_to[start] = 1 << number
+            if start in dag.wait_of:
+                follows[dag.wait_of[start]] = 1 << number
+        for i, deps in enumerate(dag.unique_deps):
+            for dep in deps:
+                follows[i] |= follows[dep]
+        for i in range(len(dag) - 1, -1, -1):
+            for dep in dag.unique_deps[i]:
+                leads_to[dep] |= leads_to[i]
+        size = len(self.blocks) * _BLOCK // 8
+        self.leads_to, self.follows = (
+            np.frombuffer(b"".join(bits.to_bytes(size, "little") for bits in sets), np.uint8).reshape(len(dag), size)
+            for sets in (leads_to, follows)
+        )
 
     def has(self, sets: NDArray[np.uint8], number: int) -> NDArray[np.bool_]:
         """The nodes that have this collective in their sets."""
@@ -208,48 +200,38 @@ class Reach:
         """Of each start, the work of the nodes that neither lead to it nor follow its wait; no node does both."""
         total = float(work.sum())
         free = total - self.sums(self.leads_to, work) - self.sums(self.follows, work)
-        return {
-            start: ms if ms > rounding(total) else 0.0 for start, ms in zip(self.starts, free.tolist(), strict=True)
-        }
+        return dict(zip(self.starts.tolist(), np.where(free > rounding(total), free, 0.0).tolist(), strict=True))
 
 
 def compute_around(dag: Dag) -> ComputeAround:
     """Milliseconds of compute around all collectives, by blocks of collectives."""
-    starts, reach = np.array(dag.starts, np.int64), Reach(dag)
-    work = np.where(dag.kinds == Kind.COMPUTE, dag.ms, 0.0)
-    busy = np.flatnonzero(work)
+    reach, work = Reach(dag), compute_of(dag)
+    starts, busy = reach.starts, np.flatnonzero(work)
     earlier: list[NDArray[np.int64]] = []
     between: list[NDArray[np.float64]] = []
     for block in reach.blocks:
         of_block = starts[block * _BLOCK : (block + 1) * _BLOCK]
-        numbers: list[list[NDArray[np.int64]]] = [[] for _ in of_block]
-        gaps: list[list[NDArray[np.float64]]] = [[] for _ in of_block]
-        for back in range(max(0, block - _BACK), block + 1):
+        first = max(0, block - _BACK)
+        follows, gaps = [], []
+        for back in range(first, block + 1):
             # A node between a wait and a later start has its number between theirs.
             rows = busy[(busy > starts[back * _BLOCK]) & (busy < of_block[-1])]
             after_wait = reach.bits(reach.follows, rows, back) * work[rows, None]
-            gap = _product(after_wait, reach.bits(reach.leads_to, rows, block))
-            for column, waits in enumerate(map(np.flatnonzero, reach.bits(reach.follows, of_block, back))):
-                numbers[column].append(back * _BLOCK + waits)
-                gaps[column].append(gap[waits, column])
-        earlier += map(np.concatenate, numbers)
-        between += map(np.concatenate, gaps)
+            gaps.append(_product(after_wait, reach.bits(reach.leads_to, rows, block)))
+            follows.append(reach.bits(reach.follows, of_block, back).T)
+        gap = np.concatenate(gaps)
+        for column, waits in enumerate(map(np.flatnonzero, np.concatenate(follows).T)):
+            earlier.append(first * _BLOCK + waits)
+            between.append(gap[waits, column])
     return ComputeAround(reach.sums(reach.leads_to, work), reach.sums(reach.follows, work), earlier, between)
 
 
-def independent_compute(dag: Dag, among: Iterable[int] | None = None) -> dict[int, float]:
-    """Milliseconds of compute, `among` these nodes or all, that neither lead to a start nor depend on its wait."""
+def compute_of(dag: Dag, among: Iterable[int] | None = None) -> NDArray[np.float64]:
+    """Milliseconds on the compute stream by node, of `among` these nodes or all."""
     work = np.where(dag.kinds == Kind.COMPUTE, dag.ms, 0.0)
     if among is not None:
         work[np.setdiff1d(np.arange(len(dag)), list(among))] = 0.0
-    return Reach(dag).independent(work)
-
-
-def _matrix(sets: list[int], count: int) -> NDArray[np.uint8]:
-    """Sets of up to `count` bits as rows of bytes, whole blocks of them."""
-    size = -(-count // _BLOCK) * _BLOCK // 8
-    packed = b"".join(bits.to_bytes(size, "little") for bits in sets)
-    return np.frombuffer(packed, np.uint8).reshape(len(sets), size)
+    return work
 
 
 def _product(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 
-from spanwise.overlap.arrays import Floats, Ints, Run, graph_of, limits_of
-from spanwise.overlap.dag import Dag, GraphError
-from spanwise.overlap.engine import in_units, replay, simulate
+from spanwise.overlap.dag import Dag, GraphError, positions
+from spanwise.overlap.engine import simulate
 from spanwise.overlap.quotient import Quotient, alone, joined, split_units, units_of
-from spanwise.overlap.search import Schedule, default_effort, flight_limits, schedule
+from spanwise.overlap.scheduler import Engine, Ints, Run
+from spanwise.overlap.search import Schedule, default_effort, schedule
 
 Bucket = tuple[int, ...]
 
@@ -26,7 +25,6 @@ _ROUNDS = 2  # of merges and a new schedule
 #: Shares of the makespan that one bucket may take. Short buckets leave slow links enough launches to overlap with.
 _LONGEST = (math.inf, 1 / 32)
 _WORTH = 0.995  # of the makespan: below that, shorter buckets are taken, which are more launches
-_NEAR, _TRIALS, _SMALL = 4, 32, 100  # pairs so near are tried one by one, so many in vain, in graphs of so few nodes
 _EFFORT = 12  # of the schedules with buckets, which start from a good order
 _ROUNDING = 1e-9
 
@@ -38,8 +36,6 @@ def bucket(
     merged_ms: Callable[[list[int]], float],
     *,
     multiplier: float = 1.0,
-    in_flight: int | None = None,
-    in_flight_bytes: int | None = None,
     effort: int | None = None,
     quick: bool = False,
 ) -> tuple[Quotient, Schedule]:
@@ -49,8 +45,7 @@ def bucket(
         found: schedule of `dag`. The result keeps its budget and does not exceed its makespan.
         keys: by node; the starts of a bucket have equal keys. None for a start that must not be merged.
         merged_ms: milliseconds of the collective that some starts, by number, become.
-        multiplier, in_flight, in_flight_bytes, effort: as in `schedule`, for the new schedule. A bucket is one
-            collective in flight, with all of its bytes. If `found` exceeds a limit, its own peak is the limit.
+        multiplier, effort: as in `schedule`, for the new schedule.
         quick: one round, to compare graphs.
 
     Returns:
@@ -71,15 +66,13 @@ def bucket(
     """
     if len(keys) != len(dag):
         raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
-    flights = flight_limits(dag, found.order, in_flight, in_flight_bytes)
-    merger = _Merger(dag, keys, merged_ms, found.budget, flights)
-    options: dict[str, Any] = {"multiplier": multiplier, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
+    merger = _Merger(dag, keys, merged_ms, found.budget)
     effort = min(_EFFORT, default_effort(dag) if effort is None else effort)
 
     def scheduled(buckets: list[Bucket], order: Ints) -> tuple[Quotient, Schedule]:
         quotient = merger.quotient(buckets, order)
         own = simulate(quotient.dag)
-        return quotient, schedule(quotient.dag, budget=found.budget, before=own, effort=effort, **options)
+        return quotient, schedule(quotient.dag, budget=found.budget, before=own, effort=effort, multiplier=multiplier)
 
     best: tuple[Quotient, Schedule] = alone(dag), found
     for share in _LONGEST[: 1 if quick else None]:
@@ -87,21 +80,6 @@ def bucket(
             break
         buckets: list[Bucket] = [(i,) for i in dag.starts]
         longest, order, now = share * found.timeline.makespan, found.timeline.order, (alone(dag), found)
-        trials = _TRIALS if effort and not quick and len(dag) <= _SMALL else 0
-        todo = merger.near(buckets, order)
-        while todo and trials > 0:  # what is shorter comes before what only saves launches
-            pair = todo.pop()
-            if not merger.pays(*pair, longest):
-                continue
-            new = [one for one in buckets if one not in pair] + [tuple(sorted(pair[0] + pair[1]))]
-            run = merger.run(new, order)
-            if run is None:
-                continue
-            trial, trials = scheduled(new, run.order), trials - 1
-            if trial[1].timeline.makespan < now[1].timeline.makespan * (1 - _ROUNDING):
-                buckets, now = new, trial
-                order = np.array(now[0].expand(now[1].order), np.int64)
-                todo = merger.near(buckets, order)
         for _ in range(1 if quick else _ROUNDS):
             new, order = merger.merged(buckets, order, longest, now[1].timeline.makespan)
             if new == buckets:
@@ -122,11 +100,9 @@ class _Merger:
         keys: Sequence[Hashable | None],
         price: Callable[[list[int]], float],
         budget: int,
-        flights: Floats,
     ) -> None:
-        self.dag, self.keys, self.price = dag, keys, price
-        self.graph = graph_of(dag)
-        self.limits = limits_of(dag, range(len(dag)), budget, flights)
+        self.dag, self.keys, self.price, self.budget = dag, keys, price, budget
+        self.engine = Engine(dag)
         self.known: dict[Bucket, float] = {(i,): dag.nodes[i].ms for i in dag.starts}
 
     def ms(self, bucket: Bucket) -> float:
@@ -146,7 +122,7 @@ class _Merger:
         while changed:
             changed = False
             for odd in (0, 1):
-                todo = [self.pairs(buckets, order, odd, 2)]
+                todo = [self.pairs(buckets, order, odd)]
                 while todo:
                     pairs = [pair for pair in todo.pop() if pair not in refused and self.pays(*pair, longest)]
                     if not pairs:
@@ -165,20 +141,13 @@ class _Merger:
                         refused.add(pairs[0])
         return buckets, order
 
-    def near(self, buckets: Sequence[Bucket], order: Ints) -> list[tuple[Bucket, Bucket]]:
-        """Pairs of buckets of a key, the nearest ones last."""
-        return [pair for gap in range(_NEAR, 0, -1) for pair in self.pairs(buckets, order, gap=gap)]
-
-    def pairs(
-        self, buckets: Sequence[Bucket], order: Ints, first: int = 0, step: int = 1, gap: int = 1
-    ) -> list[tuple[Bucket, Bucket]]:
-        """Pairs of buckets of a key, `gap` apart in the order; every second pair with a step of 2."""
-        place = {i: at for at, i in enumerate(order.tolist())}
-        alike: dict[Hashable, list[Bucket]] = {}
-        for one in sorted(buckets, key=lambda one: place[one[0]]):
+    def pairs(self, buckets: Sequence[Bucket], order: Ints, first: int) -> list[tuple[Bucket, Bucket]]:
+        """Every second pair of neighbours of a key in the order."""
+        place, alike = positions(order), dict[Hashable, list[Bucket]]()
+        for one in sorted(buckets, key=lambda one: int(place[one[0]])):
             if self.keys[one[0]] is not None and one[0] in self.dag.wait_of:
                 alike.setdefault(self.keys[one[0]], []).append(one)
-        return [pair for of in alike.values() for pair in zip(of[first::step], of[first + gap :: step], strict=False)]
+        return [pair for of in alike.values() for pair in zip(of[first::2], of[first + 1 :: 2], strict=False)]
 
     def pays(self, one: Bucket, other: Bucket, longest: float) -> bool:
         """Whether two buckets take no longer together than one after the other, nor longer than `longest`."""
@@ -193,19 +162,16 @@ class _Merger:
         """
         joint, best = [one for one in buckets if len(one) > 1], None
         unit = units_of(self.dag, joint)
-        others = unit != np.arange(len(unit))
-        ms, flight = self.graph.ms.copy(), self.graph.flight.copy()
-        ms[others], flight[others, 0] = 0.0, 0
+        ms = np.where(unit == np.arange(len(unit)), self.dag.ms, 0.0)
         ms[[one[0] for one in joint]] = [self.ms(one) for one in joint]
-        graph = self.graph._replace(ms=ms, flight=flight)
         for late_starts, late_waits in ((True, False), (False, False), (True, True)):
-            found = in_units(graph, order, unit, late_starts=late_starts, late_waits=late_waits)
+            found = self.engine.in_units(order, unit, late_starts=late_starts, late_waits=late_waits)
             if len(found) < len(order):
                 return None
-            run = replay(graph, self.limits, found)
-            if run.makespan < (best.makespan if best else math.inf):
+            run = self.engine.replay(found, ms=ms)
+            if run.peak <= self.budget and run.makespan < (best.makespan if best else math.inf):
                 best = run
-            if run.makespan <= limit:
+            if best is run and run.makespan <= limit:
                 break
         return best
 

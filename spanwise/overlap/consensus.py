@@ -26,6 +26,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 import time
 import weakref
 import zlib
@@ -55,9 +56,6 @@ _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKe
 
 _ONE_PEER = frozenset({"src", "dst", "peer_list"})
 
-_Sizes = list[list[int | None]]  # by tensor and dim; None for a symbolic size
-_Start = tuple[str, _Sizes]
-
 _library = torch.library.Library("spanwise", "FRAGMENT")
 _library.define("agree(str groups, str digests, str records) -> ()")
 
@@ -78,11 +76,11 @@ def insert(graph: fx.Graph, facts: Mapping[str, str], traced: Sequence[Sequence[
     # Messages and copies are not numbered: each rank has its own.
     order = sorted(k for node, _ in communication for k in replaced.get(node, ()))
     numbers = {k: number for number, k in enumerate(order, 1)}
-    starts: dict[str, list[_Start]] = {}
+    starts: dict[str, list[str]] = {}
     for place, (node, known) in enumerate(communication, 1):
         of = "+".join(str(numbers[k]) for k in replaced.get(node, ())) or "-"
         starts.setdefault(group_of(node), []).append(_describe(node, known, f"{place}.", of))
-    digests = [_digest([what for what, _ in of_group]) for of_group in starts.values()]
+    digests = [_digest([re.sub(r"\[.*?\]", "", start) for start in of_group]) for of_group in starts.values()]
     records = [json.dumps({"facts": dict(facts), "starts": of_group}) for of_group in starts.values()]
     packed = [base64.b85encode(zlib.compress(record.encode(), 9)).decode() for record in records]
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
@@ -144,16 +142,17 @@ def _communicates(node: fx.Node) -> Traits | None:
     return known if node.target in STARTS - MESSAGES or (named and not _ONE_PEER & set(known.names)) else None
 
 
-def _describe(node: fx.Node, known: Traits, place: str, of: str) -> _Start:
+def _describe(node: fx.Node, known: Traits, place: str, of: str) -> str:
+    """A start in words; "?" for sizes that are symbolic or may differ between ranks."""
     given = [t for _, value in arguments(node, known) for n in nodes_in(value) for t in tensors_of(n)]
-    ways = [str(value) for name, value in arguments(node, known) if name in ("reduce_op", "src")]
-    dtypes = [str(t.dtype).removeprefix("torch.") for t in given]
-    sizes: _Sizes = [[size if type(size) is int else None for size in t.shape] for t in given]
+    how = [str(value) for name, value in arguments(node, known) if name in ("reduce_op", "src")]
+    sizes = [[str(size) if type(size) is int else "?" for size in t.shape] for t in given]
     if node.target in ALL_TO_ALL:  # ranks exchange different numbers of rows
-        sizes = [[None, *rest] for _, *rest in sizes]
-    elif node.target not in STARTS:  # sizes may differ by rank
-        sizes = [[None] * len(of_tensor) for of_tensor in sizes]
-    return " ".join([place, str(node.target).split(".")[1], f"(traced as {of})", *ways, *dtypes]), sizes
+        sizes = [["?", *rest] for _, *rest in sizes]
+    elif node.target not in STARTS:
+        sizes = [["?"] * len(of_tensor) for of_tensor in sizes]
+    tensors = [f"{str(t.dtype).removeprefix('torch.')} [{', '.join(of)}]" for t, of in zip(given, sizes, strict=True)]
+    return " ".join([place, str(node.target).split(".")[1], f"(traced as {of})", *how, *tensors])
 
 
 @torch.library.impl(_library, "agree", "CompositeExplicitAutograd")
@@ -267,18 +266,20 @@ def _unpacked(record: str) -> dict[str, Any]:
 
 def _difference(group: dist.ProcessGroup, records: Sequence[dict[str, Any]]) -> str:
     """The first place where the ranks' orders differ, their starts there, and facts that differ; "" if none does."""
-    for entries in itertools.zip_longest(*(record["starts"] for record in records)):
-        if None in entries or len({what for what, _ in entries}) > 1 or _clash([sizes for _, sizes in entries]):
-            break
-    else:
+    every = itertools.zip_longest(*(record["starts"] for record in records), fillvalue="nothing more here")
+    starts = next((starts for starts in every if not _alike(starts)), None)
+    if starts is None:
         return ""
-    alike: dict[str, list[int]] = {}  # numbers of equal records
-    for at, entry in enumerate(entries):
-        alike.setdefault("nothing more here" if entry is None else _text(*entry), []).append(at)
-    ranks = dist.get_process_group_ranks(group)
-    parts = [f"ranks {[ranks[at] for at in same]} start {text}" for text, same in alike.items()]
-    different = _differing([records[same[0]]["facts"] for same in alike.values()])
-    causes = [f"{name} is {' / '.join(values)}" for name, values in different]
+    ranks, alike = dist.get_process_group_ranks(group), dict[str, list[int]]()
+    for at, start in enumerate(starts):
+        alike.setdefault(start, []).append(at)
+    parts = [f"ranks {[ranks[at] for at in same]} start {start}" for start, same in alike.items()]
+    facts = [records[same[0]]["facts"] for same in alike.values()]
+    causes = []
+    for name in facts[0]:
+        values = [of_rank.get(name, "not known") for of_rank in facts]
+        if len(set(values)) > 1:
+            causes.append(f"{name} is {' / '.join(values)}")
     why = f"Their inputs differ: {'; '.join(causes)}" if causes else "Their known options and costs are the same"
     return (
         f"ranks of {_named(group)} scheduled the collectives of a graph differently, by places in the order of all "
@@ -287,23 +288,10 @@ def _difference(group: dist.ProcessGroup, records: Sequence[dict[str, Any]]) -> 
     )
 
 
-def _text(what: str, sizes: _Sizes) -> str:
-    return " ".join([what, *(f"[{', '.join('?' if n is None else str(n) for n in shape)}]" for shape in sizes)])
-
-
-def _clash(sizes: Sequence[_Sizes]) -> bool:
-    """Whether known sizes of one collective differ between ranks."""
-    if len({tuple(map(len, of_rank)) for of_rank in sizes}) > 1:
-        return True
-    flat = zip(*(itertools.chain.from_iterable(of_rank) for of_rank in sizes), strict=True)
-    return any(len({n for n in of_dim if n is not None}) > 1 for of_dim in flat)
-
-
-def _differing(facts: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    for name in facts[0]:
-        values = [one.get(name, "not known") for one in facts]
-        if len(set(values)) > 1:
-            yield name, values
+def _alike(starts: Sequence[str]) -> bool:
+    """Whether these can be the same collective: an unknown size equals any."""
+    words = [re.split(r"[ ,\[\]]+", start) for start in starts]
+    return len(set(map(len, words))) == 1 and all(len({*of} - {"?"}) < 2 for of in zip(*words, strict=True))
 
 
 _torch.mark_effectful(torch.ops.spanwise.agree.default)

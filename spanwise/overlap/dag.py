@@ -275,36 +275,6 @@ class Dag:
         """Most bytes alive at once, in the given order or the graph's own; see `alive_bytes`."""
         return int(self.alive_bytes(order).max(initial=0))
 
-    @functools.cached_property
-    def flight_sizes(self) -> NDArray[np.int64]:
-        """What each collective takes between its start and its wait: 1, and its bytes; int64 ``[n, 2]``, 0 for others.
-
-        The bytes are those of the storages that it makes, reads or writes. A collective without a wait takes nothing.
-        """
-        found = np.zeros((len(self), 2), np.int64)
-        found[list(self.wait_of), 0] = 1
-        for storage in self.storages:
-            for node in storage.touched_by:
-                if found[node, 0]:
-                    found[node, 1] += storage.num_bytes
-        return found
-
-    def peak_in_flight(self, order: Order | None = None) -> dict[str, tuple[int, int]]:
-        """Most collectives, and most of their bytes, in flight at once on each stream, in an order or the graph's own.
-
-        A bucket is one collective, with all of its bytes. A collective without a wait is not counted.
-        """
-        now = {stream: np.zeros(2, np.int64) for stream in self.streams}
-        most = {stream: np.zeros(2, np.int64) for stream in self.streams}
-        for i in range(len(self)) if order is None else order:
-            node = self.nodes[i]
-            if node.kind == Kind.START:
-                now[node.stream] += self.flight_sizes[i]
-                most[node.stream] = np.maximum(most[node.stream], now[node.stream])
-            elif node.kind == Kind.WAIT:
-                now[self.nodes[node.start].stream] -= self.flight_sizes[node.start]
-        return {stream: (int(count), int(num_bytes)) for stream, (count, num_bytes) in most.items()}
-
 
 def rounding(ms: float) -> float:
     """Milliseconds below which a difference is rounding, for sums of about `ms`."""

@@ -32,7 +32,7 @@ def graph_pass(
     sizes: Sizes = 4096,
     on_result: Callable[[Result], None] | None = None,
     **options: Any,
-) -> GraphPass:
+) -> Callable[..., fx.GraphModule]:
     """A pass ``(gm, example_inputs) -> gm`` that hides the collectives of a graph behind compute.
 
     The graph is one of ATen operators with functional collectives: of a forward, a backward, both, or a whole step with
@@ -66,24 +66,9 @@ def graph_pass(
     """
     inspect.signature(optimize).bind(None, cost, sizes=sizes, **options)
     check_options(sizes=sizes, **options)
-    return GraphPass(cost, {"sizes": sizes, **options}, on_result or (lambda result: None))
+    priced, known = as_cost(cost), facts(cost, {"sizes": sizes, **options})
 
-
-class GraphPass:
-    """Result of `graph_pass`."""
-
-    __name__ = "spanwise_overlap_pass"  # torchtitan's pipelines know their passes by name
-
-    def __init__(
-        self,
-        cost: Cost | Hardware | Mapping[str, float],
-        options: Mapping[str, Any],
-        on_result: Callable[[Result], None],
-    ) -> None:
-        self._cost, self._options, self._on_result = as_cost(cost), dict(options), on_result
-        self._facts = facts(cost, options)
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
+    def spanwise_overlap_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
         if not isinstance(gm, fx.GraphModule):
             raise TypeError(f"a graph pass takes an fx.GraphModule of ATen operators, got {type(gm).__name__}")
         if not any(map(is_start, gm.graph.nodes)):
@@ -92,14 +77,17 @@ class GraphPass:
             given = _torch.copy_module(gm)
             consensus.remove(given.graph)
             fill_values(given, () if example_inputs is None else example_inputs)
-            result = optimize(given, self._cost, **self._options)
-        with consensus.failure_reported(gm, "raised in on_result"):
-            self._on_result(result)
+            result = optimize(given, priced, sizes=sizes, **options)
+        if on_result is not None:
+            with consensus.failure_reported(gm, "raised in on_result"):
+                on_result(result)
         made = result.graph_module
         if consensus.has_peers(made.graph):
-            consensus.insert(made.graph, self._facts, traced(result))
+            consensus.insert(made.graph, known, traced(result))
             made.recompile()
         return made
+
+    return spanwise_overlap_pass  # torchtitan's pipelines know their passes by name
 
 
 def facts(cost: Cost | Hardware | Mapping[str, float], options: Mapping[str, Any]) -> dict[str, str]:

@@ -27,8 +27,8 @@ from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.fx.sizes import Sizes, assumed, check_sizes, has_symbols
 from spanwise.overlap.fx.values import NO_VALUE
-from spanwise.overlap.quotient import Quotient, alone, merge
-from spanwise.overlap.search import Schedule, default_budget, default_effort, schedule
+from spanwise.overlap.quotient import Quotient, alone, joined
+from spanwise.overlap.search import default_budget, default_effort, schedule
 from spanwise.overlap.split.choose import Split, described, find_split
 
 
@@ -40,8 +40,6 @@ def optimize(
     bucket: bool = True,
     split: bool = False,
     multiplier: float = 1.0,
-    in_flight: int | None = None,
-    in_flight_bytes: int | None = None,
     effort: int | None = None,
     sizes: Sizes | None = None,
     links: Mapping[str, str] | None = None,
@@ -61,9 +59,6 @@ def optimize(
             compute next to them, where that makes the step shorter. Results may round differently. `cost` must price
             nodes that are not in `gm`, as a `CostModel` does. Graphs with symbolic sizes are not cut.
         multiplier: factor on the time of collectives during the search, for costs that are guesses.
-        in_flight: for each process group, or link that groups share, most collectives that have started and were not
-            yet waited for.
-        in_flight_bytes: the same in bytes that these make, read and write; see `search.schedule`.
         effort: most orders to try; default: `search.default_effort`. More never find a longer one without buckets.
         sizes: numbers for symbolic sizes while the graph is scheduled, by symbol (``{"s0": 4096}``), or one for all.
             Give all ranks the same.
@@ -89,9 +84,8 @@ def optimize(
     True
     """
     cost = as_cost(cost, links)
-    limits = {"effort": effort, "in_flight": in_flight, "in_flight_bytes": in_flight_bytes}
-    check_options(memory_budget=memory_budget, bucket=bucket, split=split, multiplier=multiplier, sizes=sizes, **limits)
-    options: dict[str, Any] = {"multiplier": multiplier, **limits}
+    options: dict[str, Any] = {"multiplier": multiplier, "effort": effort}
+    check_options(memory_budget=memory_budget, bucket=bucket, split=split, sizes=sizes, **options)
     gm = _with_merged_waits(gm)
     if sizes is None or not has_symbols(gm):
         result = _optimized(gm, cost, memory_budget, bucket, options)
@@ -138,31 +132,29 @@ def _optimized(
         of_units = [keys[of_unit[0]] for of_unit in contracted.members]
         rest = {**options, "effort": effort, "quick": most is not None}
         merged, found = into_buckets(contracted.dag, found, of_units, price, **rest)
-    return _emitted(gm, cost, captured, own, merged, found)
-
-
-def _expanded(captured: Captured, merged: Quotient, found: Schedule) -> tuple[Quotient, Timeline]:
-    """The same buckets and order of all nodes of the graph."""
-    contracted = captured.contracted
-    order = contracted.expand(merged.expand(found.order))
-    joint = [i for i in merged.dag.starts if len(merged.members[i]) > 1]
-    if not joint:
-        return alone(captured.dag), run(captured.dag, order)
-    buckets = [[contracted.members[i][0] for i in merged.members[unit]] for unit in joint]
-    whole = merge(captured.dag, buckets, [merged.dag.nodes[i].ms for i in joint], order)
-    return whole, run(whole.dag)
-
-
-def _emitted(
-    gm: fx.GraphModule, cost: Cost, captured: Captured, own: Timeline, merged: Quotient, found: Schedule
-) -> Result:
-    """A copy of `gm` with these buckets, in this order; `own` is of its own order."""
     made = _torch.copy_module(gm)
-    whole, timeline = _expanded(captured, merged, found)
+    whole, timeline = _expanded(captured, merged, found.order)
     emit(bind(captured.dag, made.graph), timeline.order.tolist(), whole.members)
-    doubts = _doubts(captured, cost)
-    links = _other_links(captured.dag, cost)
+    doubts, links = _doubts(captured, cost), _other_links(captured.dag, cost)
     return Result(made, timeline, own, found.bounds, whole.members, found.budget, doubts, links=links)
+
+
+def _expanded(captured: Captured, merged: Quotient, order: Sequence[int]) -> tuple[Quotient, Timeline]:
+    """The same buckets in the same order, of all nodes of the graph."""
+    given, contracted = captured.dag, captured.contracted
+    if len(merged.dag.starts) == len(given.starts):
+        return alone(given), run(given, contracted.expand(merged.expand(order)))
+    members: list[tuple[int, ...]] = []
+    ms: dict[int, float] = {}
+    for unit in order:
+        of_unit = [contracted.members[i] for i in merged.members[unit]]
+        if len(of_unit) == 1:
+            members += [(i,) for i in of_unit[0]]
+        else:  # a bucket of the leaders; then their views
+            members += [tuple(of[0] for of in of_unit), *((i,) for of in of_unit for i in of[1:])]
+            ms[of_unit[0][0]] = merged.dag.nodes[unit].ms
+    whole = joined(given, members, ms)
+    return whole, run(whole.dag)
 
 
 def _other_links(dag: Dag, cost: Cost) -> dict[str, str] | None:
@@ -190,13 +182,13 @@ def check_options(**given: Any) -> None:
     for name in ("bucket", "split"):
         if not isinstance(given.get(name, True), bool):
             raise ValueError(f"{name} must be True or False, got {given[name]!r}")
-    for name in ("memory_budget", "effort", "in_flight", "in_flight_bytes"):
+    for name in ("memory_budget", "effort"):
         value = given.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not (isinstance(value, numbers.Real) and value < 2**63):  # NaN fails too
             raise ValueError(f"{name} must be a number below 2**63, got {value!r}")
-        if name in ("effort", "in_flight") and value % 1:
+        if name == "effort" and value % 1:
             raise ValueError(f"{name} must be a whole number, got {value}")
     multiplier = given.get("multiplier", 1.0)
     if isinstance(multiplier, bool) or not isinstance(multiplier, numbers.Real):
@@ -209,19 +201,16 @@ def simulate(
     gm: fx.GraphModule,
     cost: Cost | Hardware | Mapping[str, float],
     order: Sequence[int] | None = None,
-    *,
-    contention: float = 1.0,
 ) -> Timeline:
     """Timeline of `gm` in its own order, or in another; milliseconds.
 
     Args:
         gm, cost: as in `optimize`.
         order: numbers of the nodes of its `Dag`, each once; default: the graph's own order.
-        contention: factor by which compute takes longer while a collective runs; see `engine.simulate`.
 
     Raises:
         TypeError, GraphError: as `optimize`.
-        ValueError: `order` misses or repeats a node, or a contention below 1.
+        ValueError: `order` misses or repeats a node.
 
     >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
     >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
@@ -229,7 +218,7 @@ def simulate(
     >>> timeline.counts()
     {'hidden': 0, 'partly': 0, 'exposed': 9}
     """
-    return run(_captured(gm, as_cost(cost)).dag, order, contention=contention)
+    return run(_captured(gm, as_cost(cost)).dag, order)
 
 
 def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float]) -> float:

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from spanwise.overlap.arrays import Ints, graph_of
-from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
-from spanwise.overlap.engine import in_units
+from spanwise.overlap.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.scheduler import Ints
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,8 +78,8 @@ def contract(dag: Dag) -> Quotient:
     """Join each node that takes no time, allocates nothing and follows one node at most to the one that it follows.
 
     Those that follow none become the first node. A node that follows several stays: it could only run after the last of
-    them, which depends on the order. So does one that alone frees memory which the graph was given, and one that would
-    add to the bytes of a collective in flight. Bounds, makespans and peaks of memory stay the same.
+    them, which depends on the order. So does one that alone frees memory which the graph was given. Bounds, makespans
+    and peaks of memory stay the same.
 
     >>> product, view = Node("mm", Kind.COMPUTE, 1.0), Node("view", Kind.COMPUTE, deps=(0,))
     >>> found = contract(Dag((product, view, Node("add", Kind.COMPUTE, 1.0, (1,)))))
@@ -88,12 +87,9 @@ def contract(dag: Dag) -> Quotient:
     (((0, 1), (2,)), (0,), [0, 1, 2])
     """
     frees: dict[int, list[tuple[int, ...]]] = {}  # of the last user of given memory, all users
-    used: list[set[int]] = [set() for _ in dag.nodes]
-    for number, storage in enumerate(dag.storages):
+    for storage in dag.storages:
         if storage.is_given:
             frees.setdefault(max(storage.users), []).append(storage.users)
-        for i in storage.touched_by:
-            used[i].add(number)
     unit: list[int] = []  # of each node, its unit; -1 for those that follow none
     members: list[list[int]] = []
     first: list[int] = []
@@ -104,66 +100,13 @@ def contract(dag: Dag) -> Quotient:
             deps -= {unit[dag.nodes[members[dep][0]].start] for dep in deps if dag.nodes[members[dep][0]].start >= 0}
             if len(deps) < 2:
                 at = max(deps, default=-1)
-                if at < 0:
-                    stays = any(all(unit[user] < 0 for user in users if user < i) for users in frees.get(i, ()))
-                else:
-                    leader = members[at][0]
-                    stays = dag.nodes[leader].kind == Kind.START and not used[i] <= used[leader]
-                if not stays:
+                if at >= 0 or not any(all(unit[user] < 0 for user in users if user < i) for users in frees.get(i, ())):
                     (members[at] if at >= 0 else first).append(i)
                     unit.append(at)
                     continue
         unit.append(len(members))
         members.append([i])
     return joined(dag, [first, *members] if first else members)
-
-
-def merge(
-    dag: Dag,
-    buckets: Sequence[Sequence[int]],
-    ms: Sequence[float],
-    order: Sequence[int] | None = None,
-    *,
-    late: bool = False,
-) -> Quotient:
-    """Make the collectives of each bucket one: one start, one wait, the union of their dependencies.
-
-    Args:
-        buckets: starts that become one, by number: of one group, and each in one bucket only.
-        ms: milliseconds of each bucket.
-        order: a legal order of `dag`'s nodes, which the merged dag follows; default: its own. A merged collective
-            starts where the first of its members did, or once all that they depend on is there.
-        late: start it, and wait for it, where the last of its members did instead. What needs it before moves behind.
-
-    Raises:
-        GraphError: two nodes would wait for one another; names a member of the bucket at fault.
-        ValueError: a bucket is no set of starts of one group, or the number of costs is wrong.
-
-    Examples:
-        >>> starts = tuple(Node(name, Kind.START, 2.0, group="dp") for name in "ab")
-        >>> merged = merge(Dag((*starts, Node("wait", Kind.WAIT, deps=(0,), start=0))), [[0, 1]], [3.0])
-        >>> merged.members, merged.dag.nodes[0].ms
-        (((0, 1), (2,)), 3.0)
-    """
-    if len(ms) != len(buckets):
-        raise ValueError(f"expected milliseconds of {len(buckets)} buckets, got {len(ms)}")
-    if order is not None:
-        dag.check_order(order)
-    seen: set[int] = set()
-    for bucket in buckets:
-        groups = {dag.nodes[i].group if 0 <= i < len(dag) else "" for i in bucket}
-        if len(groups) != 1 or "" in groups or len(set(bucket)) < len(bucket):
-            raise ValueError(f"a bucket has starts of one process group, each once, got nodes {list(bucket)}")
-        for i in bucket:
-            if i in seen:
-                raise GraphError(dag.nodes[i].name, "it is in two buckets")
-        seen.update(bucket)
-    known = np.arange(len(dag)) if order is None else np.array(order, np.int64)
-    unit = units_of(dag, buckets)
-    found = in_units(graph_of(dag), known, unit, late_starts=late, late_waits=late)
-    if len(found) < len(dag):
-        raise _circle(dag, buckets, unit, set(found.tolist()))
-    return joined(dag, split_units(found, unit), {min(bucket): cost for bucket, cost in zip(buckets, ms, strict=True)})
 
 
 def units_of(dag: Dag, buckets: Iterable[Sequence[int]]) -> Ints:
@@ -178,15 +121,3 @@ def units_of(dag: Dag, buckets: Iterable[Sequence[int]]) -> Ints:
 def split_units(order: Ints, unit: Ints) -> list[list[int]]:
     """Members of the units of an order in which they are side by side."""
     return [one.tolist() for one in np.split(order, np.flatnonzero(np.diff(unit[order])) + 1) if len(one)]
-
-
-def _circle(dag: Dag, buckets: Sequence[Sequence[int]], unit: Ints, done: set[int]) -> GraphError:
-    """The error for buckets that wait for one another: follow what units wait for until one is there again."""
-    waits_for = {int(unit[i]): int(unit[dep]) for i in range(len(dag)) for dep in dag.nodes[i].deps if dep not in done}
-    seen = [next(iter(waits_for))]
-    while waits_for[seen[-1]] not in seen:
-        seen.append(waits_for[seen[-1]])
-    circle = {dag.nodes[i].start if dag.nodes[i].start >= 0 else i for i in seen[seen.index(waits_for[seen[-1]]) :]}
-    bucket = sorted(next(bucket for bucket in buckets if len(bucket) > 1 and circle & set(bucket)))
-    names = ", ".join(repr(dag.nodes[i].name) for i in bucket)
-    return GraphError(dag.nodes[bucket[0]].name, f"no bucket of {names}: they would wait for one another")

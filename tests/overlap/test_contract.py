@@ -55,7 +55,6 @@ def test_an_order_takes_the_same_time_and_memory(dag: Dag, draw: random.Random) 
         ours, full = simulate(contracted.dag, order), simulate(dag, expanded)
         assert (ours.makespan, ours.exposed_ms) == (full.makespan, full.exposed_ms)
         assert ours.peak_bytes == full.peak_bytes
-        assert contracted.dag.peak_in_flight(order) == dag.peak_in_flight(expanded)
     assert lower_bounds(contracted.dag).makespan == lower_bounds(dag).makespan
 
 
@@ -83,11 +82,3 @@ def test_views_that_free_given_memory_alone_stay() -> None:
     alone, shared = Storage(8, -1, (1,)), Storage(8, -1, (0, 1))
     assert contract(Dag((reader, view), (alone,))).members == ((0,), (1,))
     assert contract(Dag((reader, view), (shared,))).members == ((1,), (0,))
-
-
-def test_bytes_in_flight_are_those_of_the_collective() -> None:
-    """A barrier behind a start uses memory that the collective does not."""
-    start, barrier = Node("gather", Kind.START, 4.0, group="dp"), Node("barrier", Kind.COMPUTE, deps=(0,))
-    wait, reader = Node("wait", Kind.WAIT, deps=(0, 1), start=0), Node("mm", Kind.COMPUTE, 1.0, (2,))
-    dag = Dag((start, barrier, wait, reader), (Storage(1000, -1, (1, 3)), Storage(8, 0, (2, 3))))
-    assert contract(dag).dag.peak_in_flight() == dag.peak_in_flight() == {"dp": (1, 8)}

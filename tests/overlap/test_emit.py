@@ -22,8 +22,8 @@ from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_w
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import WAIT
 from spanwise.overlap.optimize import optimize
-from spanwise.overlap.quotient import merge
 from tests.overlap.programs import Program, one, programs, run, same, traced, tracked
+from tests.overlap.test_bucketing import merge
 from tests.overlap.test_graph import by_hand
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten

@@ -210,8 +210,8 @@ def test_wrong_options_and_things_that_are_no_graphs_are_refused() -> None:
         overlap.graph_pass(cost=costs, budget=3)
     with pytest.raises(ValueError, match="sizes must be whole numbers of at least 1.*, got 0"):
         overlap.graph_pass(cost=costs, sizes=0)
-    with pytest.raises(ValueError, match="in_flight must be a whole number, got 1.5"):
-        overlap.graph_pass(cost=costs, in_flight=1.5)
+    with pytest.raises(ValueError, match="effort must be a whole number, got 1.5"):
+        overlap.graph_pass(cost=costs, effort=1.5)
     overlap.graph_pass(cost=costs)(traced(), None)  # values are there
     for other in (torch.nn.Linear(2, 2), step, None):
         with pytest.raises(TypeError, match=r"takes an fx\.GraphModule of ATen operators, got"):

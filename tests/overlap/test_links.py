@@ -47,16 +47,6 @@ def test_groups_of_one_link_run_one_after_the_other() -> None:
     assert together.with_links({}).streams == apart.streams
 
 
-def test_a_link_has_one_limit_in_flight() -> None:
-    assert two_groups({}).peak_in_flight() == {"tp": (1, 0), "dp": (1, 0)}
-    nodes = two_groups({}).nodes
-    one_by_one = (nodes[0], nodes[3], nodes[2], nodes[1], dataclasses.replace(nodes[4], deps=(3,), start=3))
-    for links, peak in (({}, 2), ({"tp": "card", "dp": "card"}, 1)):
-        dag = Dag(one_by_one).with_links(links)
-        order = schedule(dag, in_flight=1).order
-        assert sum(count for count, _ in dag.peak_in_flight(order).values()) == peak
-
-
 def config(layers: int, device: str = "cpu", dp: int = 4) -> CaptureConfig:
     return CaptureConfig(
         layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, seq_len=1024, dp=dp, tp=2, device=device

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from spanwise import H100, overlap
 from spanwise.overlap import _torch
-from spanwise.overlap.dag import GraphError, Kind
+from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from spanwise.overlap.fx.graph import to_dag
 from tests.lockstep import Lockstep
@@ -213,7 +213,7 @@ def test_what_no_graph_allows_is_refused() -> None:
     before = state(gm)
     with pytest.raises(ValueError, match=f"takes 16 bytes at its peak: the graph's own takes {peak:,}, the least"):
         overlap.optimize(gm, costs, memory_budget=16)
-    numbers = ("memory_budget", "in_flight", "in_flight_bytes", "effort")
+    numbers = ("memory_budget", "effort")
     wrong: list[tuple[str, Any]] = [(name, x) for name in numbers for x in (math.nan, math.inf, 2**63, "1GB", True)]
     wrong += [("multiplier", 0), ("multiplier", "2"), ("effort", 1.5), ("bucket", "no"), ("split", "no")]
     for name, value in wrong:
@@ -333,25 +333,6 @@ def test_a_price_of_a_bucket_that_is_none_is_refused(wrong: Callable[[], float],
     gm = captured(0).backward
     error = errors(gm, Wrong(model_cost(captured(0)), wrong))
     assert error.node in {node.name for node in gm.graph.nodes} and text in str(error)
-
-
-def test_limits_in_flight_hold() -> None:
-    def gathers(*shards: torch.Tensor) -> Any:
-        whole = [OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "tp")) for x in shards]
-        return [x.sin().cos() for x in (*shards, *whole)]
-
-    gm = make_fx(gathers, tracing_mode="fake")(*(torch.ones(4) for _ in range(6)))
-
-    def most(**limits: int) -> int:
-        timeline = overlap.optimize(gm, costs, **limits).timeline
-        kinds = timeline.dag.kinds[timeline.order]
-        return int(((kinds == Kind.START) * 1 - (kinds == Kind.WAIT) * 1).cumsum().max())
-
-    assert most(in_flight=1) == 1 and most() > 1
-    # A result has 32 bytes; inputs are not counted.
-    assert most(in_flight_bytes=32) == 1 and 1 < most(in_flight_bytes=96) <= 3
-    with pytest.raises(ValueError, match="in_flight must be at least 1, got 0"):
-        most(in_flight=0)
 
 
 # Graphs from elsewhere.

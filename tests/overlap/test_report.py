@@ -40,7 +40,7 @@ def test_figures_are_those_of_the_timelines(optimized: tuple[Result, dict[str, s
         assert (order.peak_bytes, order.launches) == (timeline.peak_bytes, len(timeline.dag.starts))
         assert sum(order.why.values()) == pytest.approx(order.exposed)
         products = [i for i, node in enumerate(timeline.dag.nodes) if node.name.startswith(("mm", "_scaled_dot"))]
-        assert order.counts == timeline.count(i for i in hideable(timeline.dag, products) if timeline.dag.nodes[i].ms)
+        assert order.counts == timeline.counts(i for i in hideable(timeline.dag, products) if timeline.dag.nodes[i].ms)
     assert found.after.bound == result.bounds.makespan and found.budget == result.budget
     assert found.after.makespan < found.before.makespan
     assert found.before.name != found.after.name
@@ -107,18 +107,6 @@ def test_only_arithmetic_makes_a_collectivehideable_by() -> None:
     ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
     result = optimize(graphs.forward, CostModel(H100, ranks=ranks))
     assert hideable(result.timeline.dag) and not any(figures(result).after.counts.values())
-
-
-@pytest.mark.parametrize(
-    ("ms", "text"),
-    [
-        (0.0, "0"), (2e-4, "0.200 µs"), (0.0200001, "20.0 µs"), (0.16849, "168 µs"), (0.9995, "1.00 ms"),
-        (5.906, "5.91 ms"), (999.4, "999 ms"), (999.5, "1.00 s"), (12_345.0, "12.3 s"),
-        (999_500.0, "1,000 s"), (4.32e6, "4,320 s"),
-    ],
-)  # fmt: skip
-def test_durations(ms: float, text: str) -> None:
-    assert duration(ms) == text
 
 
 def test_bound_by() -> None:

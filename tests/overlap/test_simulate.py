@@ -50,15 +50,6 @@ def test_a_collective_without_a_wait_counts() -> None:
     assert simulate(dag).makespan == 5 == lower_bounds(dag).makespan and simulate(dag).exposed == {0: 0}
 
 
-def test_contention_stretches_compute_while_collectives_run() -> None:
-    nodes = (Node("start", S, 4.0, group="dp"), Node("work", C, 6.0), Node("wait", W, deps=(0,), start=0))
-    # 4 ms at half the speed do 2 of 6; the rest at full speed.
-    assert simulate(Dag(nodes), contention=2.0).makespan == 8
-    assert simulate(Dag(nodes)).makespan == 6
-    with pytest.raises(ValueError, match="contention must be at least 1, got 0.5"):
-        simulate(Dag(nodes), contention=0.5)
-
-
 def test_memory_of_an_order() -> None:
     nodes = (Node("a", C), Node("b", C), Node("read a", C, deps=(0,)), Node("read b", C, deps=(1,)))
     dag = Dag(nodes, (Storage(10, 0, (2,)), Storage(20, 1, (3,)), Storage(1, 2, kept=True), Storage(5, 3)))

@@ -69,18 +69,3 @@ def test_arrows_lead_from_issue_to_collective_to_wait(tmp_path: Path) -> None:
                 )
     names = {e["pid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "process_name"}
     assert names == {0: "a", 1: "b"}
-
-
-def test_groups_are_called_and_sorted_as_they_are_known(tmp_path: Path) -> None:
-    """In any order of issue: groups with labels in the order of these, then others by name."""
-    starts = [Node(f"s{name}", Kind.START, 1.0, group=name) for name in ("10", "3", "2", "9")]
-    waits = [Node(f"w{at}", Kind.WAIT, deps=(at,), start=at) for at in range(4)]
-    dag = Dag((*starts, *waits))
-    for order in (None, [3, 2, 1, 0, 4, 5, 6, 7]):
-        path = tmp_path / "trace.json"
-        save_chrome_trace(path, {"a": simulate(dag, order)}, groups={"3": "dp", "9": "cp", "77": "tp"})
-        tracks = {e["tid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
-        places = {e["tid"]: e["args"]["sort_index"] for e in events(path, "M") if e["name"] == "thread_sort_index"}
-        assert [tracks[tid] for tid in sorted(tracks, key=places.__getitem__)] == [
-            "compute", "dp", "cp", "group 2", "group 10"
-        ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from spanwise.overlap import _torch
 from spanwise.overlap.fx.emit import bucket_keys, emit
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.quotient import merge
+from tests.overlap.test_bucketing import merge
 from tests.ranks.gloo import GlooPool
 
 OPS = torch.ops._c10d_functional

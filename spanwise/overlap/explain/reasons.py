@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from spanwise.overlap.arrays import Ints, graph_of, limits_of
-from spanwise.overlap.bounds import Reach, independent_compute
-from spanwise.overlap.dag import Dag, Kind, rounding
+from spanwise.overlap.bounds import Reach, compute_of
+from spanwise.overlap.dag import Dag, rounding
 from spanwise.overlap.explain.units import milliseconds, num_bytes
-from spanwise.overlap.timeline import Intervals
+from spanwise.overlap.scheduler import Engine, Intervals, Ints
 
 _TRIED = 3_000_000  # nodes issued in all trials of one timeline, 1 to 2 s; the least exposed collectives get none
 
@@ -27,7 +25,7 @@ class Why(enum.Enum):
     """Reasons for exposed milliseconds, in the order in which they are tried.
 
     NO_COMPUTE: it takes longer than all compute independent of it, which neither leads to the start nor depends on the
-        wait: no order hides that, on any stream.
+        wait: no order hides that behind compute, on any stream.
     STREAM: others were on the stream of its group; on a stream of its own it ends earlier.
     ORDER: another order within the budget hides it, though perhaps exposes others.
     MEMORY: the same with more memory.
@@ -102,7 +100,7 @@ def hideable(dag: Dag, among: Iterable[int] | None = None) -> set[int]:
         among: compute nodes that count; default: all. PyTorch's pass counts matrix products, convolutions and attention
             (pytorch/pytorch#163215).
     """
-    return {start for start, ms in independent_compute(dag, among).items() if ms > 0}
+    return {start for start, ms in Reach(dag).independent(compute_of(dag, among)).items() if ms > 0}
 
 
 def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reason]:
@@ -112,7 +110,6 @@ def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reas
     left.
 
     Args:
-        timeline: a timeline without contention.
         budget: most bytes of the order; None: no limit.
     """
     tiny = rounding(timeline.makespan)
@@ -120,8 +117,8 @@ def reasons(timeline: Intervals, *, budget: int | None = None) -> dict[int, Reas
     if not exposed:
         return {}
     reach = Reach(timeline.dag)
-    trials = _Trials(timeline, math.inf if budget is None else budget, reach)
-    independent = reach.independent(np.where(timeline.dag.kinds == Kind.COMPUTE, timeline.dag.ms, 0.0))
+    trials = _Trials(timeline, float("inf") if budget is None else budget, reach)
+    independent = reach.independent(compute_of(timeline.dag))
     ranked = sorted(exposed, key=lambda start: (-exposed[start], start))
     found = {start: trials.reason(start, exposed[start], independent[start]) for start in ranked}
     return dict(sorted(found.items()))
@@ -134,22 +131,20 @@ class _Trials:
         self.timeline, self.dag, self.reach = timeline, timeline.dag, reach
         self.number = {start: number for number, start in enumerate(self.dag.starts)}
         self.budget = max(budget, timeline.peak_bytes)
-        graph = graph_of(self.dag)
-        self.graph = graph._replace(streams=graph.streams + 1)  # one that nothing uses yet
-        free = np.full((self.graph.streams, 2), math.inf)
-        self.limits = limits_of(self.dag, timeline.order, math.inf, free)
-        self.tiny = rounding(timeline.makespan)
+        self.engine = Engine(self.dag)
+        streams = self.engine.graph.streams  # the last one is new, and nothing uses it yet
+        self.engine.graph = self.engine.graph._replace(streams=streams + 1)
         self.left = _TRIED
 
     def reason(self, start: int, exposed: float, independent: float) -> Reason:
         """The reasons for one collective."""
         moves: dict[Why, Move] = {}
-        left = exposed
+        left, tiny = exposed, rounding(self.timeline.makespan)
 
         def account(why: Why, hides: float, longer: float = 0.0, more_bytes: int = 0, needs: str = "") -> None:
             nonlocal left
-            hides = left if hides > left - self.tiny else hides
-            if hides > self.tiny:
+            hides = left if hides > left - tiny else hides
+            if hides > tiny:
                 moves[why] = Move(hides, longer, more_bytes, needs)
                 left -= hides
 
@@ -157,14 +152,14 @@ class _Trials:
         if self.left <= 0:
             account(Why.UNTRIED, left)
         if left and self.timeline.begin[start] > self.timeline.issued[start]:
-            stream = self.graph.stream.copy()
-            stream[start] = self.graph.streams - 1
-            account(Why.STREAM, *self.tried(start, self.timeline.order, stream)[:2])
+            stream = self.engine.graph.stream.copy()
+            stream[start] = self.engine.graph.streams - 1
+            account(Why.STREAM, *self.tried(start, self.timeline.order, stream=stream)[:2])
         if left:
             tried = []
             for order in self.orders(start, exposed):
                 tried.append(self.tried(start, order))
-                if tried[-1][0] > left - self.tiny and tried[-1][2] <= self.budget:
+                if tried[-1][0] > left - tiny and tried[-1][2] <= self.budget:
                     break
             tried.sort(key=lambda one: (-one[0], one[1:]))  # what hides most, and of that what costs least
             within = next(one for one in tried if one[2] <= self.budget)
@@ -190,12 +185,9 @@ class _Trials:
             for by in (-leads, follows, follows - leads):
                 yield known[np.argsort((self.timeline.issued + shift * by)[known], kind="stable")]
 
-    def tried(self, start: int, order: Ints, stream: Ints | None = None) -> tuple[float, float, int]:
+    def tried(self, start: int, order: Ints, **changes: Ints) -> tuple[float, float, int]:
         """Exposed milliseconds of a collective that an order hides, by how much it is longer, and its peak of bytes."""
-        from spanwise.overlap import machine  # loads numba, a compiler
-
-        graph = self.graph if stream is None else self.graph._replace(stream=stream)
         self.left -= len(self.dag)
-        run, wait = machine.replay(graph, self.limits, order, 1.0), self.dag.wait_of[start]
+        run, wait = self.engine.replay(order, **changes), self.dag.wait_of[start]
         hides = self.timeline.exposed[start] - float(run.end[wait] - run.begin[wait])
         return hides, run.makespan - self.timeline.makespan, run.peak

@@ -260,7 +260,7 @@ def order_figures(
         compute=dag.compute_ms,
         bound=bounds.makespan,
         bound_by=bound_by(bounds, names or {}),
-        counts=timeline.count(start for start in hiding if dag.nodes[start].ms),
+        counts=timeline.counts(start for start in hiding if dag.nodes[start].ms),
         launches=len(dag.starts),
         peak_bytes=timeline.peak_bytes,
         why=dict(sorted(parts.items(), key=lambda part: -part[1])),

@@ -20,7 +20,7 @@ import numpy as np
 
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.explain.reasons import reasons
-from spanwise.overlap.timeline import Intervals
+from spanwise.overlap.scheduler import Intervals
 
 _COMPUTE = 0  # its track; groups follow
 
@@ -64,12 +64,15 @@ def trace_events(
     tracks = {group: at for at, group in enumerate(in_order(dag.groups, labels), _COMPUTE + 1)}
     begin, end, issued = (1e3 * times for times in (timeline.begin, timeline.end, timeline.issued))
     why = reasons(timeline, budget=budget)
-    events = [_called("process_name", process, _COMPUTE, name), _called("thread_name", process, _COMPUTE, "compute")]
-    for group, at in tracks.items():
-        events.append(_called("thread_name", process, at, labels.get(group, f"group {group}")))
-    for at in (_COMPUTE, *tracks.values()):  # viewers sort by name otherwise
-        event = {"ph": "M", "pid": process, "tid": at, "name": "thread_sort_index", "args": {"sort_index": at}}
-        events.append(event)
+    events: list[dict[str, Any]] = []
+
+    def name_(what: str, track: int, **facts: Any) -> None:
+        events.append({"ph": "M", "pid": process, "tid": track, "name": what, "args": facts})
+
+    name_("process_name", _COMPUTE, name=name)
+    for at, text in enumerate(["compute", *(labels.get(group, f"group {group}") for group in tracks)]):
+        name_("thread_name", at, name=text)
+        name_("thread_sort_index", at, sort_index=at)  # viewers sort by name otherwise
 
     def slice_(text: str, track: int, category: str, since: float, until: float, **facts: Any) -> None:
         times = {"ts": float(since), "dur": float(until - since)}
@@ -99,10 +102,6 @@ def trace_events(
                 slice_(node.name, _COMPUTE, "wait", begin[i], end[i])
             arrow(node.start, "f", _COMPUTE, begin[i])
     return events + _memory(timeline, process)
-
-
-def _called(what: str, process: int, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": track, "name": what, "args": {"name": name}}
 
 
 def _memory(timeline: Intervals, process: int) -> list[dict[str, Any]]:
