@@ -23,6 +23,15 @@ def test_forward_waits_for_each_piece() -> None:
     assert (one.seconds, one.compute, one.exchange, one.exposed) == (11, 11, 7, 0)
 
 
+def test_ranks_wait_for_those_that_they_join_alone() -> None:
+    """Ranks 0 and 2 exchange, rank 1 exchanges with nobody else here, rank 3 takes no part."""
+    joined, pack = np.array([[0, 1, 0, -1]]), np.array([1.0, 5.0, 2.0, 2.0])
+    one = timeline.forward(pack, np.ones((4, 2)), np.array([3.0]), joined=joined)
+    assert one.start[:, -1].tolist() == [5, 8, 5, 3] and one.exchange_end.tolist() == [8]
+    home = timeline.backward(np.stack([np.ones(4), pack], axis=1), np.array([3.0]), np.zeros(4), joined=joined)
+    assert home.start[:, -1].tolist() == [5, 8, 5, 3]
+
+
 def test_backward_sends_each_piece_home() -> None:
     attention, exchange = np.array([[4.0, 1.0, 2.0], [3.0, 2.0, 1.0]]), np.array([3.0, 5.0])
     one = timeline.backward(attention, exchange, np.array([1.0, 1.0]))
