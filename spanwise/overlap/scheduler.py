@@ -6,7 +6,7 @@
                  └─► replay    a fixed order ─► engine.simulate ─► Timeline
 
 A list scheduler (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied Mathematics 17,
-1969) gives each free stream the ready node of the smallest priority that fits. `machine` is the compiled code below it.
+1969) gives each free stream the ready node of the smallest priority that fits. `loops` is the compiled code below it.
 """
 
 from __future__ import annotations
@@ -199,9 +199,9 @@ class Engine:
     """
 
     def __init__(self, dag: Dag, order: Order | None = None, budget: float = math.inf) -> None:
-        from spanwise.overlap import machine  # loads numba, a compiler
+        from spanwise.overlap import loops  # loads numba, a compiler
 
-        self._machine, self.dag = machine, dag
+        self._loops, self.dag = loops, dag
         self.graph = _graph_of(dag)
         self.known = self._known(np.arange(len(dag)) if order is None else order, budget)
 
@@ -241,8 +241,8 @@ class Engine:
         lists[-2], sizes = known.order, np.zeros(graph.streams, np.int64)
         ready = Ready(priorities, is_first, by_priority, positions(by_priority), lists, sizes)
         state, work = self._state(graph, known), float(graph.ms[graph.stream == 0].sum())
-        with self._machine.noticed():
-            complete = self._machine.list_schedule(graph, known, state, ready, rule, longest, work)
+        with self._loops.noticed():
+            complete = self._loops.list_schedule(graph, known, state, ready, rule, longest, work)
         return _run_of(state, complete)
 
     def forward(self, priorities: Floats, rule: Rule, longest: float = math.inf) -> Run:
@@ -270,16 +270,16 @@ class Engine:
         starts = known.order[np.argsort(graph.stream[known.order], kind="stable")]  # by stream
         starts_at = np.searchsorted(graph.stream[starts], np.arange(graph.streams + 1))
         stack = np.empty(len(graph.deps) + 1, np.int64)
-        with self._machine.noticed():
-            self._machine.settle(graph, known, state, starts, starts_at, starts_at.copy(), stack)
+        with self._loops.noticed():
+            self._loops.settle(graph, known, state, starts, starts_at, starts_at.copy(), stack)
         return self.replay(state.order)
 
     def replay(self, order: Ints, **changes: Any) -> Run:
         """A fixed order, run on the graph with these changes."""
         graph = self.graph._replace(**changes)
         state = self._state(graph, self.known)
-        with self._machine.noticed():
-            self._machine.replay(graph, self.known, state, order)
+        with self._loops.noticed():
+            self._loops.replay(graph, self.known, state, order)
         return _run_of(state, True)
 
     def in_units(self, order: Ints, unit: Ints, *, late_starts: bool = False, late_waits: bool = False) -> Ints:
@@ -302,8 +302,8 @@ class Engine:
         )
         key = np.where(late, last, first)
         lists = members, begins, missing, heap, size, found
-        with self._machine.noticed():
-            return found[: self._machine.order_units(self.graph, unit, key, order, *lists)]
+        with self._loops.noticed():
+            return found[: self._loops.order_units(self.graph, unit, key, order, *lists)]
 
 
 def _run_of(state: State, complete: bool) -> Run:
