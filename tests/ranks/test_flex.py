@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise.attention.kernels import flex as flex_module
 from tests.properties.build import on_rank
 from tests.properties.cases import Case
+from tests.properties.cells import MaskCase
 from tests.properties.check import check
 from tests.ranks.gloo import GlooPool
 from tests.ranks.test_attention import documents, packing
@@ -23,7 +24,8 @@ LENGTH = 300  # not a whole number of blocks on any rank
 CASES = {
     "all_gather": Case({"default": documents([0, 30, 31, 170, LENGTH])}, exchange="all_gather", balancer="head_tail"),
     "needed": Case({"default": documents([0, 130, LENGTH], [40, 3], causal=False)}, stages=2, balancer="lpt"),
-    "refetched": Case({"default": documents([0, 130, LENGTH])}, stages=2, keep_kv=False, balancer="ptrr"),
+    # The last block of keys is full, but for spare keys behind it.
+    "refetched": Case({"default": MaskCase("full", {"q_len": LENGTH, "kv_len": LENGTH})}, stages=2, keep_kv=False),
     "padded": Case({"default": packing([5, 0, 100], [0, 16, 32], 150)}, balancer="lpt", exchange="ring"),
 }
 
