@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import host_bounds
 from benchmarks.plan import document_offsets
 from spanwise import H100, Layout, LayoutProblem, SpanMask, make_plan
 from spanwise.layouts.assignment import assign_layout
 from spanwise.layouts.filling import inside_hosts, tries
 from spanwise.layouts.local import Local
 from spanwise.layouts.problem import offsets_of_documents
+from tests.planning import host_bounds
 from tests.planning.test_scale import lognormal as scaled
 
 
@@ -156,7 +156,7 @@ def test_few_rows_enter_a_host(ranks, tokens, count, median, sigma, most):
     options = dict(exchange="hierarchical", hardware=H100, head_dim=128) | shape
     plan, usual = (make_plan(mask, ranks, balancer=Local(host_size=size), **options) for size in (8, None))
     assert np.ptp(plan.layout.tokens_per_rank) == 0 and plan.imbalance() <= 1.05
-    moved, bound = plan.host_traffic(), host_bounds.bounds(plan, 8)[1]
+    moved, bound = plan.host_traffic(), host_bounds.bound(plan, 8)
     assert 0 < bound <= moved.once <= most * bound and moved.once < 0.9 * usual.host_traffic().once
     assert moved.inside >= 0.9 * (moved.inside + moved.between)
     # The ranks of a host share what enters it and what leaves it: the busiest do not wait for one another.

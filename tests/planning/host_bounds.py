@@ -1,4 +1,4 @@
-"""Lower bounds for what crosses between hosts, beside which tests hold plans. Exact; pure."""
+"""A lower bound for the tokens that cross between hosts, beside which tests hold plans. Exact; pure."""
 
 from __future__ import annotations
 
@@ -15,61 +15,34 @@ from spanwise.planning.plan import Plan
 _TOKEN_PRICES, _WORK_PRICES = (0.05, 0.1, 0.15, 0.2, 0.3), (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 
 
-def bounds(plan: Plan, size: int, mask: str = "default") -> tuple[int, int]:
-    """Tokens that cross between hosts of `size` ranks at least, counted for each rank that reads them, and once a host.
+def bound(plan: Plan, size: int) -> int:
+    """Tokens that cross between hosts of `size` ranks at least, each counted once a host.
 
-    Hold for every layout whose busiest rank has at most the work W of this plan's busiest rank. Only causal documents
-    with more work than a host may have, C = W * size, add to them.
+    Holds for every layout whose busiest rank has at most the work W of this plan's busiest rank. Only causal documents
+    with more work than a host may have, C = W * size, add to it.
 
-    Proof of the first for a document whose row q reads the a(q) = q + 1 keys up to itself. Let R be the rows of it that
-    a rank has, and out(q) the keys of row q that the rank's host does not hold. The rank receives max out(q) of them or
-    more, which is no less than the mean of out(q), weighted by a(q): ``sum of a(q) out(q) over R, / W``. Summed over
-    all ranks: ``(sum of a(q)^2 - V) / W``, where V is the sum of a(q) n(q), and n(q) counts the rows up to q on the
-    host of q. V is also the sum, over all rows, of the work w(q) of those rows of the same host that do not come before
-    it.
-    Take each row's work as a mass a(q) with levels between w(q) - a(q) and w(q); then V is half the work of all rows
-    plus the sum of level / a(q) over the mass. A host with work m <= C has mass evenly on the levels 0 to m. As the
-    hosts' sum is fixed, most mass is at high levels where all hosts but one are full (k full ones). V is largest where
-    the highest levels meet the shortest rows (rearrangement), so ``V <= half the work + sum of c(work before q)``, with
-    c(x) = C - x / k down to the level of the last host, and then (work of the document - x) / (k + 1).
-
-    Proof of the second: order the k hosts that have rows of the document by their last row. The rows after the last row
-    of host i are on the k - i hosts after it, so the c(i) rows up to it have the work of the document - (k - i) C or
-    more. Host i reads the keys of all of these. The last host reads all keys, and all hosts together hold each once: so
-    they receive ``sum of c(i), i < k`` or more. Contiguous parts, the last hosts full, receive as many. `_once_bound`
-    also knows that hosts must hold tokens, where all documents are causal.
+    Proof: order the k hosts that have rows of a document by their last row. The rows after the last row of host i are
+    on the k - i hosts after it, so the c(i) rows up to it have the work of the document - (k - i) C or more. Host i
+    reads the keys of all of these. The last host reads all keys, and all hosts together hold each once: so they receive
+    ``sum of c(i), i < k`` or more. Contiguous parts, the last hosts full, receive as many. `_once_bound` also knows
+    that hosts must hold tokens, where all documents are causal.
     """
-    if plan.inner > 1 or plan.kv_layout != plan.layout:
-        return 0, 0
-    of, most = plan.mask(mask), float(plan.work(mask).max())
-    each = once = 0.0
+    of, most = plan.mask(), float(plan.work().max()) * size
+    total = 0.0
     for row in range(plan.batch_size):
         at = traffic.row_of(of, row)
         offsets = offsets_of_documents([of], at)
         length = np.diff(offsets).astype(np.float64)
-        alone = 0.0
-        for i in np.flatnonzero(length * (length + 1) / 2 > most * size):
-            if _is_causal(of, at, offsets[i : i + 2]):
-                each += _document_bound(int(length[i]), most, size)
-                alone += _document_bound_once(int(length[i]), most * size)
-        if alone and _is_causal(of, at, offsets):
-            alone = max(alone, _once_bound(length, most * size, float(plan.layout.tokens_per_rank.min() * size)))
-        once += alone
-    return int(each), int(once)
+        long = np.flatnonzero(length * (length + 1) / 2 > most)
+        once = sum(document_bound(length[i], most) for i in long if _is_causal(of, at, offsets[i : i + 2]))
+        if once and _is_causal(of, at, offsets):
+            once = max(once, _once_bound(length, most, float(plan.layout.tokens_per_rank.min() * size)))
+        total += once
+    return int(total)
 
 
-def _document_bound(length: int, most: float, size: int) -> float:
-    """The bound for one causal document; ranks have at most the work `most`."""
-    area = np.arange(1, length + 1, dtype=np.float64)
-    work, capacity = area.sum(), most * size
-    before: Float64 = np.cumsum(area) - area
-    full = np.floor(work / capacity)
-    level = np.maximum(capacity - before / full, (work - before) / (full + 1))
-    return max(0.0, float((np.square(area).sum() - level.sum() - work / 2) / most))
-
-
-def _document_bound_once(length: int, capacity: float) -> float:
-    """The second bound for one causal document; hosts have at most the work `capacity`."""
+def document_bound(length: float, capacity: float) -> float:
+    """The bound for one causal document; hosts have at most the work `capacity`."""
     work = length * (length + 1) / 2
     before = work - capacity * np.arange(1, np.ceil(work / capacity))
     rows = (np.sqrt(1 + 8 * before) - 1) / 2  # of this work together
