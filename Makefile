@@ -50,11 +50,12 @@ versions: $(STAMP)  ## the tests on every supported torch and Python (ARGS='--on
 	mkdir -p runs
 	$(BIN)/python -m tests.versions $(ARGS); found=$$?; $(BIN)/python docs/make_versions.py; exit $$found
 
-check: $(STAMP)  ## lint, format, types, and who may import whom
+check: $(STAMP)  ## lint, format, types, who may import whom, and sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/budgets.py
 
 docs: $(STAMP)  ## build the site into site/, and check its links
 	$(BIN)/python -m pip install $(if $(CI),-qq) --disable-pip-version-check -c constraints.txt -e '.[docs]'

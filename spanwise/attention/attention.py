@@ -6,7 +6,7 @@ The partial results merge exactly. Each step is a differentiable function, so au
 `torch.compile` see all steps, the collectives included.
 """
 
-# B batch, H heads, T tokens of this rank, D head dim
+# B batch, Hq heads of q, Hkv of K/V, T tokens of this rank, Dk head dim of q and K, Dv of V
 
 from __future__ import annotations
 
@@ -112,6 +112,9 @@ def context_parallel_attention(
         sinks: ``[Hq]`` or ``[Hq, n]``, one or n logits a head that join each row's softmax denominator without a value
             (gpt-oss). The gradient on a rank comes from the rows and heads that the rank computes: sum it over the cp
             ranks, like the gradient of any parameter.
+        expand: ``expand(k, v)`` gives K ``[B, Hkv, n, Dk]`` and V of the n tokens that it gets; k and v are then rows
+            ``[B, h, T, d]``, such as latents and rotary keys, that travel in place of K and V. Expanded K/V are not
+            saved: a backward expands again.
         return_aux: ask for lse or max_logit.
 
     Returns:

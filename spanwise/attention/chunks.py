@@ -4,7 +4,7 @@ The rank's own keys come first, then those that each step brings. Everything fol
 the rows that travel; shapes of empty tensors carry sizes.
 """
 
-# B layout rows (1, or the batch), T tokens of this rank (its group under Ulysses), n spans of a row
+# n runs
 
 from __future__ import annotations
 

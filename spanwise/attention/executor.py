@@ -18,7 +18,7 @@ gradient is the collective under way. Every rank knows the plan, so no sizes tra
 """
 
 # A row is what travels for one token. R rows of a rank, S rows sent (a row may go to several ranks), N rows received,
-# F features of a row; B batch, H heads of K/V, T tokens, D head dim of K, E of V
+# F features of a row
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ this chunk is computed. Rows that came by way of other ranks are fetched straigh
 code: in a compiled graph, selective activation checkpointing decides what is kept.
 """
 
-# B batch, H heads, T tokens of this rank, K keys of a chunk, R rows, D head dim of K, E of V
+# B batch, H heads, T tokens of this rank, K keys of a chunk, D head dim of K, E of V
 
 from __future__ import annotations
 

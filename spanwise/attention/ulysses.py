@@ -2,8 +2,7 @@
 
 Before attention each rank sends every other rank of the group that rank's heads of its tokens. Then each rank holds
 some heads of all tokens of the group. After attention the output goes the other way. Source: Jacobs et al. 2023,
-"DeepSpeed Ulysses" (arXiv 2309.14509). Here shards may be uneven or empty, and ranks may outnumber K/V heads
-(`heads`).
+"DeepSpeed Ulysses" (arXiv 2309.14509). Here shards may be uneven or empty, and ranks may outnumber K/V heads.
 
 A trade is a step of the executor whose rows are tokens with a rank's heads. Gradients take the reverse trade. The
 transfers of q and of K/V both start before the first wait, forward and backward alike.
@@ -86,8 +85,8 @@ def to_heads(
     """This rank's heads of all tokens of the group, in ascending order of the tokens.
 
     A collective call of the group. A rank receives ``B * (S - T) * (Hq / n * Dk + c * (Dk + Dv))`` elements, where c is
-    `heads.kv_heads_held`. Where ranks share K/V heads, gradients of K and V travel in float32 at least and are summed
-    in it.
+    `planning.memory.kv_heads_held`. Where ranks share K/V heads, gradients of K and V travel in float32 at least and
+    are summed in it.
 
     Args:
         q: ``[B, Hq, T, Dk]``, ``Hq % n == 0``; k ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``; v ``[B, Hkv, T, Dv]``.

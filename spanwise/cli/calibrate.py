@@ -18,7 +18,7 @@ from spanwise.cli.options import CalibrateOptions
 from spanwise.cli.output import check_sizes, check_writable
 from spanwise.cli.ranks import join_torchrun, run_ranks, torchrun_size
 from spanwise.cli.report.page import Table
-from spanwise.overlap.explain.units import seconds
+from spanwise.units import seconds
 
 
 def calibrate(options: CalibrateOptions, command: str = "spanwise calibrate") -> int:

@@ -1,7 +1,7 @@
 """Balancers by closed rule or by list scheduling: each decides from the mask which rank holds which tokens.
 
 See `problem` for the interface and `local` for the one that follows documents. Planning calls one on the host in each
-step; numpy only.
+step.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def _halo_rows(everyone: DocumentRuns, begin: Int64, width: int) -> tuple[Int64,
 
 
 class Halo(NamedTuple):
-    """Rows before the runs of one rank; see `HaloRoute` in `recurrence.route`."""
+    """Rows before the runs of one rank; see `recurrence.route`."""
 
     send: Int64
     send_counts: Int64

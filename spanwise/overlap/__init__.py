@@ -3,7 +3,7 @@
     fx graph ─► fx.graph ─► dag ─► quotient ─► search ─► buckets ─► fx.emit ─► new graph
                   costs ─────┘ └──► engine, bounds ─► explain
 
-A file or folder imports only from those above it:
+A file or folder imports only from those above it, but `Timeline.save_chrome_trace`:
 
 - `dag`: a step as plain data. `bounds` of every order of it.
 - `loops`, `scheduler`, `engine`: the machine on which every order is made and timed, in compiled code.

@@ -1,6 +1,6 @@
 """Quotients: a dag in which some nodes of another one are joined, and the way back to its nodes.
 
-    dag ─► contract ─► without its views ─► search ─► merge ─► collectives in buckets ─► expand ─► an order of dag
+    dag ─► contract ─► without its views ─► search ─► bucket ─► collectives in buckets ─► expand ─► an order of dag
 
 Views and items of tuples are a third to two thirds of the nodes of an ATen graph. Nothing is gained by running one
 later than it could, so that the search need not place it.

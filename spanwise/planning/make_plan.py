@@ -18,12 +18,12 @@ from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
-from spanwise.overlap.explain.units import seconds as as_text
 from spanwise.planning import memory, recurrent, requests, seconds
 from spanwise.planning.plan import Plan
 from spanwise.planning.plan_data import Candidate
 from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, Exchange
+from spanwise.units import seconds as as_text
 
 # Bounds of the imbalance to try besides that of "local". Tight: 64 packings on 8 to 64 ranks have a mean step of 0.990
 # with it and 1.006 without, times that of a search over blocks; 16 on 1,024 ranks 1.007 and 1.019. Loose: where a step
@@ -72,8 +72,8 @@ def make_plan(
             attention) takes "contiguous", "dual_chunk" or "auto", which is "contiguous" then.
         exchange: "all_gather" (every rank gets all K/V), "needed" (every rank gets those that its queries read),
             "hierarchical" (the same, but they enter each host of `hardware` once, where ranks pass them on), "ring"
-            (shards go from rank to rank, two at a time in memory), "ulysses" (heads for tokens), an `Exchange` object,
-            or "auto".
+            (shards go from rank to rank, two at a time in memory), "ulysses" (heads for tokens), a function
+            from a `RouteProblem` to steps, or "auto".
         stages: number of chunks in which "needed" brings the K/V, each computed while the next travels. None: 1, 2 or
             4, by predicted time. Other exchanges have no choice.
         keep_kv: keep received K/V for the backward; False: drop them after the forward and refetch them. Default:
@@ -224,7 +224,7 @@ class _Search:
 
 def _is_searched(plan: Plan) -> bool:
     """Whether the layout is one for little traffic, not by a rule that knows no mask."""
-    return "local" in plan.balancer
+    return plan.balancer.split(",")[0] == "local"
 
 
 def _is_hidden(candidate: Candidate) -> bool:
@@ -240,7 +240,7 @@ def _waits_for_exchange(plans: list[Plan]) -> bool:
 
 
 def _priced(plan: Plan) -> Plan:
-    """A copy with what it costs as its only candidate, and without tables of traffic, which are large."""
+    """A copy with what it costs as its only candidate, and without its routes, which are large."""
     if plan.candidates:
         return plan
     nominal = plan.replace(**_nominal_shape(plan.inner)) if _lacks_shape(plan) else plan

@@ -25,7 +25,7 @@ from spanwise.layouts import traffic
 from spanwise.masks.arrays import Float64, Int64
 from spanwise.planning import memory, recurrent
 from spanwise.planning.plan_data import PlanData
-from spanwise.routes.route import RECEIVER, ROW, START, Route
+from spanwise.routes.route import RECEIVER, ROW, START, STOP, Route
 
 PARTS = (
     "compute_forward", "compute_backward", "exchange_forward", "exchange_backward",
@@ -349,7 +349,7 @@ def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
         areas = []
         for step in route.steps:
             rows = [step.moves[step.moves[:, ROW] == row] for row in range(int(step.moves[:, ROW].max()) + 1)]
-            keys = [moves[:, [RECEIVER, START, START + 1]] for moves in rows]  # by group
+            keys = [moves[:, [RECEIVER, START, STOP]] for moves in rows]  # by group
             areas.append(traffic.pairs_over(plan.mask(mask), plan.groups, keys, plan.batch_size))
         return np.repeat(np.stack(areas, axis=1), plan.inner, axis=0).astype(np.float64)
     remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)

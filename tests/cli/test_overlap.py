@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spanwise import units
 from spanwise._torch import COMPILES
 from spanwise.cli import overlap as overlap_command
 from spanwise.cli.options import OverlapOptions
@@ -30,7 +31,6 @@ from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.dag import Dag, Kind, Node
 from spanwise.overlap.engine import simulate
-from spanwise.overlap.explain import units
 from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.fx.files import load_graphs
 from spanwise.overlap.optimize import optimize

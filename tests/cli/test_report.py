@@ -10,12 +10,12 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
+from spanwise import units
 from spanwise.cli.report import pictures
 from spanwise.cli.report.page import Bar, Table, pairs
 from spanwise.cli.report.plan_page import Report, rank_table
 from spanwise.cli.report.svg import Drawing, rectangles
 from spanwise.masks.span_mask import SpanMask
-from spanwise.overlap.explain import units
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
 

@@ -98,9 +98,7 @@ def test_gpu_page_says_whether_the_code_ran_on_a_gpu() -> None:
     assert "| flex | float32 | 3.0e-06 | 1 failed |" in text and "dq differs" in text
 
 
-def test_documents_keep_to_their_budget() -> None:
-    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]
-    assert sum(len(page.read_text().split()) for page in pages) <= 28_000
+def test_decisions_are_few() -> None:
     assert len(re.findall("^### ", (DOCS / "decisions.md").read_text(), re.MULTILINE)) <= 40
 
 

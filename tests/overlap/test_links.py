@@ -14,11 +14,11 @@ from spanwise.overlap.costs.measure import Measured
 from spanwise.overlap.dag import Dag, Kind, Node
 from spanwise.overlap.engine import simulate
 from spanwise.overlap.explain.reasons import Why, reasons
-from spanwise.overlap.explain.units import milliseconds
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.pytorch_pass import pytorch_order
 from spanwise.overlap.search import schedule
+from spanwise.units import milliseconds
 
 
 def shared(hardware: Hardware, *levels: int) -> Hardware:

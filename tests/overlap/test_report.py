@@ -15,11 +15,11 @@ from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.explain.reasons import hideable, reasons
 from spanwise.overlap.explain.report import MOST, Result, bound_by, figures, summary
-from spanwise.overlap.explain.units import milliseconds as duration
-from spanwise.overlap.explain.units import num_bytes
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.optimize import optimize
+from spanwise.units import milliseconds as duration
+from spanwise.units import num_bytes
 
 CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)
 

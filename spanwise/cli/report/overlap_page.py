@@ -11,8 +11,8 @@ from spanwise.cli.report.pictures import draw, lanes
 from spanwise.hardware import Hardware
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.report import Figures, OrderFigures, summary
-from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.optimize import Result
+from spanwise.units import milliseconds, num_bytes
 
 #: Most rows of a table of exposed collectives.
 MOST = 40

@@ -11,8 +11,8 @@ from html import escape
 from importlib import resources
 from typing import NamedTuple, TypeAlias
 
+from spanwise import units
 from spanwise.cli.report.svg import RANK_COLORS, Drawing
-from spanwise.overlap.explain import units
 
 #: Characters of the longest bar in a text, and its pixels on a page.
 _BAR, _BAR_PIXELS = 28, 160

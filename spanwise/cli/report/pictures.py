@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from spanwise import units
 from spanwise.cli.report.page import pairs
 from spanwise.cli.report.svg import RANK_COLORS, Drawing, number, ticks
 from spanwise.layouts.layout import Layout
 from spanwise.masks.span_mask import SpanMask
 from spanwise.overlap.dag import Kind
 from spanwise.overlap.engine import Timeline
-from spanwise.overlap.explain import units
 from spanwise.overlap.explain.reasons import Reason
 from spanwise.overlap.explain.trace import in_order
 from spanwise.planning.plan import Plan

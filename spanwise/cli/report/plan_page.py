@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from spanwise import units
 from spanwise.cli.report.page import Bar, Block, Heading, Legend, Preformatted, Table, pairs, render_page
 from spanwise.cli.report.pictures import MOST_RANKS, draw_mask, draw_timeline, draw_traffic, sample_ranks
 from spanwise.cli.report.svg import RANK_COLORS
-from spanwise.overlap.explain import units
 from spanwise.planning.explain import describe_exchange
 from spanwise.planning.grids import Grid
 from spanwise.planning.plan import Plan

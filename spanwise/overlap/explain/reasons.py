@@ -15,8 +15,8 @@ import numpy as np
 
 from spanwise.overlap.bounds import Reach, compute_of
 from spanwise.overlap.dag import Dag, rounding
-from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.scheduler import Engine, Intervals, Ints
+from spanwise.units import milliseconds, num_bytes
 
 _TRIED = 3_000_000  # nodes issued in all trials of one timeline, 1 to 2 s; the least exposed collectives get none
 

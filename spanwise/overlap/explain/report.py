@@ -22,10 +22,10 @@ from spanwise.overlap.dag import Dag, Kind
 from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.explain.reasons import Reason, hideable, reasons
 from spanwise.overlap.explain.trace import save_chrome_trace
-from spanwise.overlap.explain.units import milliseconds, num_bytes
 from spanwise.overlap.fx.operators import is_start, operator_name, tensors_of
 from spanwise.overlap.fx.sizes import Sizes, assumed
 from spanwise.overlap.split.choose import Split
+from spanwise.units import milliseconds, num_bytes
 
 #: Most rows of the table of collectives in a text.
 MOST = 10

@@ -1,0 +1,40 @@
+"""Hold the sizes of the project: lines of Python by folder, and words of the documents. `make check` runs it.
+
+    python tests/budgets.py
+
+Budgets may shrink. To add lines where none are left, delete others first.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LINES = {
+    "spanwise": 31_250, "spanwise/cli": 1_900, "spanwise/integrations": 2_730, "spanwise/calibrate": 450,
+    "spanwise/batch": 1_670, "spanwise/recurrence": 1_670, "spanwise/attention": 5_580, "spanwise/advice": 460,
+    "spanwise/planning": 2_330, "spanwise/routes": 680, "spanwise/layouts": 2_880, "spanwise/masks": 1_980,
+    "spanwise/overlap": 7_990, "tests": 30_750, "benchmarks": 6_200, "examples": 570,
+}  # fmt: skip
+WORDS = 28_000  # of README and docs
+
+
+def main() -> int:
+    sizes = {name: size((ROOT / name).rglob("*.py"), "\n") for name in LINES}
+    sizes["words"] = size([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    over = False
+    for name, most in [*LINES.items(), ("words", WORDS)]:
+        over |= sizes[name] > most
+        print(f"{name:24}{sizes[name]:7,} of {most:7,}{'  too many' * (sizes[name] > most)}")
+    return int(over)
+
+
+def size(files, separator=None) -> int:
+    """Words of files, or their lines."""
+    texts = [file.read_text(encoding="utf-8").removesuffix("\n") for file in files]
+    return sum(len(text.split(separator)) for text in texts if text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
