@@ -5,95 +5,60 @@ A name is imported when it is first used: `import spanwise` and `spanwise --help
 
 import importlib as _importlib
 import importlib.util as _importlib_util
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING, Any as _Any
 
 if _TYPE_CHECKING:
-    from spanwise.advice.advise import Advice, Choice, advise
-    from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
-    from spanwise.attention.compare import compare_calls
-    from spanwise.attention.context_parallel import ContextParallel
-    from spanwise.attention.failure import ExchangeError, MismatchError, exchange_errors
-    from spanwise.attention.packed import packed_attention
-    from spanwise.attention.rank_plan import RankPlan
-    from spanwise.attention.verify import VerifyReport, verify
-    from spanwise.batch.datasets import GlobalBatchDataset, GlobalBatchStream
-    from spanwise.batch.document_order import DocumentOrder
-    from spanwise.batch.global_batch import GlobalBatch
-    from spanwise.batch.global_batches import GlobalBatches
-    from spanwise.batch.loss import cross_entropy, linear_cross_entropy
-    from spanwise.batch.sharding import roll, shard, shard_batch, unshard
-    from spanwise.batch.token_scores import token_logprobs
-    from spanwise.batch.trees import TreeEdges, shard_edges, unshard_edges
-    from spanwise.hardware import B200, CPU_HOST, H100, H200, Hardware, Link
-    from spanwise.layouts.layout import Layout
-    from spanwise.layouts.packing import Packing
-    from spanwise.layouts.problem import LayoutProblem, LoadBalancer
-    from spanwise.layouts.ptrr import ptrr_schedule
-    from spanwise.layouts.sequence_tree import SequenceTree, tree_from_sequences
-    from spanwise.layouts.thd_order import contiguous_to_dualchunk_order_thd, dualchunk_to_contiguous_order_thd
-    from spanwise.layouts.token_tree import TokenTree
-    from spanwise.masks.span_mask import SpanMask
-    from spanwise.planning.make_plan import make_plan
-    from spanwise.planning.plan import Plan
-    from spanwise.planning.recurrence import Recurrence
-    from spanwise.recurrence.relayout import RelayoutRoute, relayout, relayout_route
-
-__all__ = [
-    "Advice",
-    "Aux",
-    "AuxRequest",
-    "B200",
-    "CPU_HOST",
-    "Choice",
-    "ContextParallel",
-    "DocumentOrder",
-    "ExchangeError",
-    "MismatchError",
-    "GlobalBatch",
-    "GlobalBatchDataset",
-    "GlobalBatchStream",
-    "GlobalBatches",
-    "H100",
-    "H200",
-    "Hardware",
-    "Layout",
-    "LayoutProblem",
-    "Link",
-    "LoadBalancer",
-    "Packing",
-    "Plan",
-    "RankPlan",
-    "Recurrence",
-    "RelayoutRoute",
-    "SequenceTree",
-    "SpanMask",
-    "TokenTree",
-    "TreeEdges",
-    "VerifyReport",
-    "advise",
-    "context_parallel_attention",
-    "contiguous_to_dualchunk_order_thd",
-    "cross_entropy",
-    "linear_cross_entropy",
-    "dualchunk_to_contiguous_order_thd",
-    "compare_calls",
-    "exchange_errors",
-    "make_plan",
-    "packed_attention",
-    "ptrr_schedule",
-    "relayout",
-    "relayout_route",
-    "roll",
-    "shard",
-    "shard_batch",
-    "shard_edges",
-    "token_logprobs",
-    "tree_from_sequences",
-    "unshard",
-    "unshard_edges",
-    "verify",
-]
+    from spanwise.advice.advise import Advice as Advice, Choice as Choice, advise as advise
+    from spanwise.attention.attention import (
+        Aux as Aux,
+        AuxRequest as AuxRequest,
+        context_parallel_attention as context_parallel_attention,
+    )
+    from spanwise.attention.compare import compare_calls as compare_calls
+    from spanwise.attention.context_parallel import ContextParallel as ContextParallel
+    from spanwise.attention.failure import (
+        ExchangeError as ExchangeError,
+        MismatchError as MismatchError,
+        exchange_errors as exchange_errors,
+    )
+    from spanwise.attention.packed import packed_attention as packed_attention
+    from spanwise.attention.rank_plan import RankPlan as RankPlan
+    from spanwise.attention.verify import VerifyReport as VerifyReport, verify as verify
+    from spanwise.batch.datasets import GlobalBatchDataset as GlobalBatchDataset, GlobalBatchStream as GlobalBatchStream
+    from spanwise.batch.document_order import DocumentOrder as DocumentOrder
+    from spanwise.batch.global_batch import GlobalBatch as GlobalBatch
+    from spanwise.batch.global_batches import GlobalBatches as GlobalBatches
+    from spanwise.batch.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
+    from spanwise.batch.sharding import roll as roll, shard as shard, shard_batch as shard_batch, unshard as unshard
+    from spanwise.batch.token_scores import token_logprobs as token_logprobs
+    from spanwise.batch.trees import TreeEdges as TreeEdges, shard_edges as shard_edges, unshard_edges as unshard_edges
+    from spanwise.hardware import (
+        B200 as B200,
+        CPU_HOST as CPU_HOST,
+        H100 as H100,
+        H200 as H200,
+        Hardware as Hardware,
+        Link as Link,
+    )
+    from spanwise.layouts.layout import Layout as Layout
+    from spanwise.layouts.packing import Packing as Packing
+    from spanwise.layouts.problem import LayoutProblem as LayoutProblem, LoadBalancer as LoadBalancer
+    from spanwise.layouts.ptrr import ptrr_schedule as ptrr_schedule
+    from spanwise.layouts.sequence_tree import SequenceTree as SequenceTree, tree_from_sequences as tree_from_sequences
+    from spanwise.layouts.thd_order import (
+        contiguous_to_dualchunk_order_thd as contiguous_to_dualchunk_order_thd,
+        dualchunk_to_contiguous_order_thd as dualchunk_to_contiguous_order_thd,
+    )
+    from spanwise.layouts.token_tree import TokenTree as TokenTree
+    from spanwise.masks.span_mask import SpanMask as SpanMask
+    from spanwise.planning.make_plan import make_plan as make_plan
+    from spanwise.planning.plan import Plan as Plan
+    from spanwise.planning.recurrence import Recurrence as Recurrence
+    from spanwise.recurrence.relayout import (
+        RelayoutRoute as RelayoutRoute,
+        relayout as relayout,
+        relayout_route as relayout_route,
+    )
 
 #: Modules of the public names.
 _HOMES = {
@@ -129,6 +94,7 @@ _HOMES = {
     "integrations.transformers": "hf",
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF.keys() - {"hf"})  # type checkers read the imports above
 
 
 def __getattr__(name: str) -> _Any:

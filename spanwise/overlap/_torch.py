@@ -15,26 +15,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
+from torch._ops import HigherOrderOperator as HigherOrderOperator, OpOverload as OpOverload
 from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from spanwise._torch import find_group as find_group
-from spanwise._torch import group_name as group_name
-from spanwise._torch import group_store as group_store
-from spanwise._torch import group_timeout as group_timeout
-from spanwise._torch import groups as groups
-from spanwise._torch import is_fake as is_fake
-from spanwise._torch import mark_effectful as mark_effectful
-from spanwise._torch import start_all_gather as start_all_gather
-from spanwise._torch import start_all_reduce as start_all_reduce
-from spanwise._torch import start_reduce_scatter as start_reduce_scatter
-from spanwise._torch import storage_id as storage_id
-from spanwise._torch import tree_leaves as tree_leaves
-from spanwise._torch import tree_map as tree_map
-from spanwise._torch import wait as wait
-from spanwise._torch import without_modes as without_modes
+from spanwise._torch import (
+    find_group as find_group,
+    group_name as group_name,
+    group_store as group_store,
+    group_timeout as group_timeout,
+    groups as groups,
+    is_fake as is_fake,
+    mark_effectful as mark_effectful,
+    start_all_gather as start_all_gather,
+    start_all_reduce as start_all_reduce,
+    start_reduce_scatter as start_reduce_scatter,
+    storage_id as storage_id,
+    tree_leaves as tree_leaves,
+    tree_map as tree_map,
+    wait as wait,
+    without_modes as without_modes,
+)
 
 functional_collectives = torch.ops._c10d_functional
 autograd_collectives = torch.ops._c10d_functional_autograd

@@ -19,8 +19,7 @@ from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.buckets import bucket as into_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.dag import Dag, GraphError
-from spanwise.overlap.engine import Timeline
-from spanwise.overlap.engine import simulate as run
+from spanwise.overlap.engine import Timeline, simulate as run
 from spanwise.overlap.explain.report import Doubts, Result, arithmetic
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import Captured, bind, to_dag

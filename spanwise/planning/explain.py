@@ -5,8 +5,7 @@ from __future__ import annotations
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.planning import documents, memory, recurrent, seconds
 from spanwise.planning.plan_data import PlanData
-from spanwise.units import num_bytes
-from spanwise.units import seconds as as_text
+from spanwise.units import num_bytes, seconds as as_text
 
 
 def describe_exchange(plan: PlanData) -> str:

@@ -11,8 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from spanwise.attention.kernels import flex as flex_module
-from spanwise.attention.kernels import varlen as varlen_module
+from spanwise.attention.kernels import flex as flex_module, varlen as varlen_module
 from spanwise.attention.kernels._rounds import Flash, backward, forward
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging

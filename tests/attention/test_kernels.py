@@ -10,8 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spanwise.attention.kernels import _tiles
 from spanwise.attention.kernels._tiles import max_logit, plan_tiles, tiles

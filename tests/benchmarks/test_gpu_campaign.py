@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import step_parity, step_syncs
+from benchmarks.gpu import __main__ as command, step_parity, step_syncs
 from benchmarks.gpu.calls import call_of_a_rank
 from benchmarks.gpu.rows import read_rows
 from benchmarks.gpu.worlds import Here, NotPossible, World

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import __main__ as published
-from benchmarks.published import attention, machines, predict, rows
+from benchmarks.published import __main__ as published, attention, machines, predict, rows
 
 SHAPE = {"heads": 8, "kv_heads": 8, "head_dim": 128, "hardware": "8xH100", "workload": "fwd", "kernel": "FA3"}
 

@@ -8,8 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import ragged_arange

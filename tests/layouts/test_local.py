@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from benchmarks.plan import document_offsets
 from spanwise import H100, Layout, LayoutProblem, SpanMask, make_plan

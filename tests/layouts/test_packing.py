@@ -9,8 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 import spanwise
 from spanwise.layouts.packing import Packing

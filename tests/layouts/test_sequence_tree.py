@@ -8,8 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import spanwise
 from spanwise import SpanMask, TokenTree, tree_from_sequences

@@ -8,8 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask, or_masks
 
 from spanwise.masks import flex as flex_masks

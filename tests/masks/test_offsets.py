@@ -7,8 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 import spanwise
 from spanwise import Packing, SpanMask

@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spanwise.masks.span_mask import SpanMask
 from tests.pairs import covering

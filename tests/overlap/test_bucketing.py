@@ -8,8 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.buckets import bucket

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from spanwise.overlap import _torch
-from spanwise.overlap import pytorch_pass as peers
+from spanwise.overlap import _torch, pytorch_pass as peers
 from spanwise.overlap.fx import operators
 
 pytestmark = pytest.mark.compiles

@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spanwise.overlap.bounds import Reach, compute_of
 from spanwise.overlap.dag import Dag, Kind, Node, Storage

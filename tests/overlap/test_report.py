@@ -18,8 +18,7 @@ from spanwise.overlap.explain.report import MOST, Result, bound_by, figures, sum
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.optimize import optimize
-from spanwise.units import milliseconds as duration
-from spanwise.units import num_bytes
+from spanwise.units import milliseconds as duration, num_bytes
 
 CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)
 

@@ -9,8 +9,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Node, Storage

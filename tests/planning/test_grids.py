@@ -7,8 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from spanwise import H100, Link, SpanMask, make_plan
 from spanwise.planning.grids import compare_grids, in_order, longest_first, one_plan

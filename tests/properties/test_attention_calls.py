@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, event, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, event, given, settings, strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 
 from tests.oracle import Inputs, expected

@@ -22,9 +22,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel as Colwise
-from torch.distributed.tensor.parallel import RowwiseParallel as Rowwise
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel as Colwise, RowwiseParallel as Rowwise, parallelize_module
 from torch.nn import functional as F
 
 import spanwise
