@@ -337,6 +337,16 @@ def plain_tensors() -> Iterator[Callable[[Any], Any]]:
         yield lambda tree: tree if fake is None else _pytree.tree_map_only(torch.Tensor, fake.from_tensor, tree)
 
 
+def backward_number() -> int:
+    """Number of the backward pass that runs in this thread, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(do: Callable[[], None]) -> None:
+    """Call `do` at the end of the backward pass that runs in this thread, unless that raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(do)
+
+
 def inside_transform() -> bool:
     """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -320,8 +320,8 @@ def _for_later_heads(score_mod: Callable[..., Any], first: int) -> Callable[...,
 
 
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
-    """``[B, H, T, D]`` as ``[1, H, B * T, D]``."""
-    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    """``[B, H, T, D]`` as ``[1, H, B * T, D]``, contiguous: `flatten` leaves strides where T is 1."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous()
 
 
 def _with_dtensors(q: Any, k: Any, v: Any, call: _Call) -> tuple[torch.Tensor, Aux]:

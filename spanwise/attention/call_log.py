@@ -144,6 +144,7 @@ class CallLog:
         self.error = self.broken = ""
         self.added = 0.0  # when the last call was recorded
         self._ends = False  # whether `error` holds for all calls to come
+        self.backwards: set[int] = set()  # numbers of passes that made a call and have not ended
         # Names of groups may differ by rank; each rank counts its logs of these ranks, alike.
         store, key = _torch.group_store(dist.group.WORLD or groups[0]), f"spanwise/calls/{','.join(map(str, ranks))}"
         key += f"/{store.add(f'{key}/{self.rank}', 1)}/connect"
@@ -163,7 +164,8 @@ class CallLog:
 
     def add(self, call: Call) -> tuple[int, bool]:
         """Record a call; returns its number, and whether it was expected."""
-        expected = self._expected.meets(hash((call.name, call.facts, call.age)), call.fresh, call.age > 0)
+        facts = () if call.name == REFUSED else call.facts  # as in `_digest`
+        expected = self._expected.meets(hash((call.name, facts, call.age)), call.fresh, call.age > 0)
         self._calls.append(call)
         self._own.append(2 * _digest(call) + expected)
         self.count, self.added = self.count + 1, time.monotonic()
@@ -187,6 +189,7 @@ class CallLog:
             text = self.error
             if not self._ends:
                 self.error = ""  # all ranks raise here
+                self.backwards.clear()
         return text
 
     def step(self) -> bool:

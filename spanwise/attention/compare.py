@@ -63,11 +63,11 @@ def tells_refusals(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         # Not Exception: torch ends the recomputation of a checkpoint by one of its own.
-        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if not isinstance(error, ExchangeError) and not hasattr(error, "told"):
                 given = [*args, *kwargs.values()]
                 meshes = [x if isinstance(x, DeviceMesh) else getattr(x, "mesh", None) for x in given]
-                ranks = [x.mesh.flatten().tolist() for x in meshes if isinstance(x, DeviceMesh)]
+                ranks = [list(_global_ranks(x)) for x in meshes if isinstance(x, DeviceMesh)]
                 error.told = True  # type: ignore[union-attr]
                 for log in [log for log in logs() if list(log.ranks) in ranks]:
                     compared = log.added >= began
@@ -157,6 +157,7 @@ def record(
     if log is None:
         return -1
     raise_mismatch(log)
+    _notice(log, _torch.backward_number())
     if forward > 0:
         _confirm(log, forward)  # so that no gradient comes from calls that differ
         call = call._replace(age=log.count + 1 - forward)
@@ -164,6 +165,25 @@ def record(
     if not expected:
         _confirm(log, number)
     return number
+
+
+def _notice(log: CallLog, backward: int) -> None:
+    """Raise at a call, in the backward of this number or in none (-1), if an earlier backward of this rank has raised.
+
+    Its messages may be under way on other ranks, and those of this call would meet them. If all ranks have raised there
+    alike, calls go on.
+    """
+    if backward == -1 and log.backwards:
+        log.backwards.clear()
+        number, _ = log.add(Call(REFUSED, (("raised", "an error in its backward"),)))
+        log.confirm(number, PATIENCE)
+        raise_mismatch(log)
+        if log.confirmed < number:
+            error = RuntimeError("an error that other ranks do not have")
+            raise explained(error, "an earlier backward", log.name, log.ranks, PATIENCE)
+    elif backward not in (-1, *log.backwards):
+        log.backwards.add(backward)
+        _torch.after_backward(functools.partial(log.backwards.discard, backward))
 
 
 def _confirm(log: CallLog, number: int) -> None:

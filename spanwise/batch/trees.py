@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise.attention import failure
-from spanwise.attention.compare import Compare, compare_backward, compare_call, compared
+from spanwise.attention.compare import Compare, compare_backward, compare_call, compared, tells_refusals
 from spanwise.attention.rank_plan import rank_on
 from spanwise.layouts.thd_order import check_dim
 from spanwise.layouts.token_tree import TokenTree
@@ -89,6 +89,7 @@ def shard_edges(
     return TreeEdges(sources, targets, tree.num_tokens, torch.tensor(list(digest), dtype=torch.uint8)).to(device)
 
 
+@tells_refusals
 def unshard_edges(edges: TreeEdges, mesh: DeviceMesh | None, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Values of the edges of all ranks by their targets, on every rank: ``[…, K, …]`` to ``[…, N, …]``.
 

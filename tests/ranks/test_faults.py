@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
 from spanwise import _torch
-from spanwise.attention import call_log, compare, failure
+from spanwise.attention import call_log, compare, executor, failure
 from spanwise.attention.compare import mesh_ranks
 from tests.limits import HANG
 from tests.oracle import make_problem, relative_error
@@ -546,3 +546,47 @@ def test_hosts_that_cannot_connect_say_so_in_the_first_call(gloo_pool: GlooPool)
     for rank, text in enumerate(gloo_pool.run(2, no_connection)):
         assert f"connections to compare calls failed on rank {rank}" in text and "no route to host" in text
         assert "spanwise.compare_calls leaves them out" in text
+
+
+# ---------------------------------------------------------------- errors that a training loop catches
+
+
+def skipped_batch(rank: int, mesh: DeviceMesh) -> str:
+    """A loop that skips batches without memory: rank 0 has none in a backward, after the comparison."""
+    plan = spanwise.make_plan(spanwise.SpanMask.full(8), 2, exchange="needed", stages=1, block_size=2).local(mesh)
+    real = executor._collective
+
+    def without_memory(*args: Any, home: bool) -> torch.Tensor:
+        if home and rank == 0 and batch == 16:
+            raise torch.OutOfMemoryError("planted")
+        return real(*args, home=home)
+
+    with mock.patch.object(executor, "_collective", without_memory):
+        for batch in range(18):
+            x = torch.ones(1, 2, 4, 4, requires_grad=True)
+            try:
+                spanwise.context_parallel_attention(x, x, x, plan).sum().backward()
+            except torch.OutOfMemoryError:
+                continue
+            except (spanwise.ExchangeError, spanwise.MismatchError) as error:
+                return f"{batch}: {error}"
+    return "went on"
+
+
+def test_after_a_backward_that_one_rank_skips_no_rank_goes_on(gloo_pool: GlooPool) -> None:
+    first, other = gloo_pool.run(2, skipped_batch)
+    assert first.startswith("17: an earlier backward failed on rank 0") and other.startswith("16: ")
+
+
+def refused_calls(rank: int, mesh: DeviceMesh) -> int:
+    """Both ranks are refused in each call, rank 1 with another text each time."""
+    plan = spanwise.make_plan(spanwise.SpanMask.causal(8), 2, exchange="needed", block_size=2).local(mesh)
+    for batch in range(30):
+        x = torch.ones(1, 2, 5 + rank * (batch % 7), 4)
+        with pytest.raises(ValueError, match="shard of the sequence"):
+            spanwise.context_parallel_attention(x, x, x, plan)
+    return spanwise.context_parallel_attention(*[torch.ones(1, 2, 4, 4)] * 3, plan).numel()
+
+
+def test_errors_are_alike_whatever_they_say(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(2, refused_calls) == [32, 32]

@@ -115,6 +115,14 @@ def test_matches_one_device(exchange: dict[str, Any], num_ranks: int, name: str,
     check(whole, plan, results, tolerance)
 
 
+def test_one_token_a_rank_in_batch_rows_of_their_own() -> None:
+    mask = SpanMask.stack([SpanMask.causal(3), SpanMask.full(3)])
+    whole = expected(mask, 2)
+    plan = spanwise.make_plan(mask, 3, balancer="contiguous", exchange="needed", block_size=1)
+    results = run_ranks(3, lambda rank, mesh: step(whole, plan, mesh, torch.float32, kernel="sdpa"))
+    check(whole, plan, results, 1e-5)
+
+
 @pytest.mark.parametrize("exchange", [{"exchange": "needed", "stages": 2}, {"exchange": "ring"}], ids=named)
 def test_absorbed(exchange: dict[str, Any]) -> None:
     """Queries in the space of latents, of which all heads read the one that travels."""

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spanwise import _torch
 from spanwise.attention.kernels.merge import lse_dtype
 
 # Found by measuring; none changes results beyond rounding.
@@ -196,10 +197,11 @@ def _mask(
     """`_mask_of`, with the spans as bytes."""
     first, last = (np.frombuffer(x, kind).reshape(*shape, 1) for x in (start, end))
     key = np.arange(num_keys, dtype=kind)
-    reads = torch.from_numpy(((first <= key) & (key < last)).any(-3))
-    reads = reads.repeat(group, 1) if reads.dim() == 2 else reads.repeat(1, group, 1).unsqueeze(1)
-    is_empty = ~reads.any(-1)
-    return torch.where(reads, 0.0, -math.inf).to(dtype), is_empty if is_empty.any() else None
+    with _torch.without_modes():  # selective checkpoints count operators, and the cache may have forgotten a mask
+        reads = torch.from_numpy(((first <= key) & (key < last)).any(-3))
+        reads = reads.repeat(group, 1) if reads.dim() == 2 else reads.repeat(1, group, 1).unsqueeze(1)
+        is_empty = ~reads.any(-1)
+        return torch.where(reads, 0.0, -math.inf).to(dtype), is_empty if is_empty.any() else None
 
 
 def alike(*tensors: Tensor) -> list[Tensor]:
