@@ -189,6 +189,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if flat:
         q, k, v = (_flatten_rows(x) for x in (q, k, v))
         if compact is not None:
+            k, v = k.contiguous(), v.contiguous()  # as they are expanded again; `flatten` leaves strides where T is 1
             compact = dataclasses.replace(compact, rows=tuple([_flatten_rows(x) for x in compact.rows]))
         if score_mod is not None:
             # The kernel sees one row: each query's position carries which row it really is.
@@ -320,8 +321,8 @@ def _for_later_heads(score_mod: Callable[..., Any], first: int) -> Callable[...,
 
 
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
-    """``[B, H, T, D]`` as ``[1, H, B * T, D]``, contiguous: `flatten` leaves strides where T is 1."""
-    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous()
+    """``[B, H, T, D]`` as ``[1, H, B * T, D]``."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _with_dtensors(q: Any, k: Any, v: Any, call: _Call) -> tuple[torch.Tensor, Aux]:

@@ -47,7 +47,6 @@ ON_HOST = {
         "float(value)",
         "int(forward[0])",
         "mesh.mesh.flatten().tolist()",
-        "x.mesh.flatten().tolist()",
         "torch.tensor(record(call, [*map(_torch.find_group, groups.split())], lambda: ranks, of))",
     },
     "attention/failure.py": {"mesh.mesh.flatten().tolist()"},
