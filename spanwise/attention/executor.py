@@ -207,8 +207,8 @@ class _Wait(torch.autograd.Function):
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
         in_order = rows.view(rows.shape)
         if order:
-            padded = torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
-            in_order = padded.index_select(0, order[0])
+            found = torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
+            in_order = found.index_select(0, order[0])
         if not passed:
             return in_order
         ctx.mark_non_differentiable(rows)

@@ -109,7 +109,7 @@ def gather(
     rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
     facts, sizes = {"side": side, "dtype": x.dtype}, (rows_BTF.shape[0], rows_BTF.shape[2])
     call = compare_call("unshard or roll", facts, mesh, [x], sizes=("rows", sizes), plan=local.digest)
-    full_BSx = _gather_rows(rows_BTF, local, mesh, restore, length, eager(call)).unflatten(-1, rest or (1,))
+    full_BSx = _gather_rows(rows_BTF, mesh, restore, length, eager(call)).unflatten(-1, rest or (1,))
     (full_BSx,) = compare_backward((full_BSx,), call, travels=True)
     if not rest:
         full_BSx = full_BSx.squeeze(-1)
@@ -121,7 +121,6 @@ def gather(
 
 def _gather_rows(
     x_BTF: torch.Tensor,
-    local: RankPlan,
     mesh: DeviceMesh,
     restore: torch.Tensor,
     length: int,

@@ -309,9 +309,8 @@ class Engine:
 
 def _run_of(state: State, complete: bool) -> Run:
     makespan = float(state.clock.max()) if complete else math.inf
-    return Run(
-        makespan, int(state.numbers[3]), int(state.numbers[4]), state.order, state.begin, state.end, state.issued
-    )
+    *_, peak, needed = state.numbers.tolist()
+    return Run(makespan, peak, needed, state.order, state.begin, state.end, state.issued)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -157,8 +157,9 @@ class _Search:
             found += self.variants("local")
             if (host_groups := self.rates.groups_on_a_host(*request.levels)) is not None:
                 found += self.variants(Local(host_size=host_groups), "local, by host")
-            for bound in [_TIGHT] * auto + [_LOOSE] * waits:
-                found += self.variants(Local(bound), f"local, imbalance to {bound:g}")
+            for bound, tried in ((_TIGHT, auto), (_LOOSE, waits)):
+                if tried:
+                    found += self.variants(Local(bound), f"local, imbalance to {bound:g}")
         return found + self._traded(by_rule[0], found[0].balancer)
 
     def variants(self, balancer: str | LoadBalancer, label: str = "") -> list[Plan]:

@@ -181,7 +181,8 @@ def forward(
     streams.compute("pack", pack)
     for i in range(len(exchange) + 1):
         begin = np.maximum(streams.now, arrived[i - 1] if i else 0.0)
-        for sent in [i] * (i < len(exchange)) if chained else range(len(exchange)) if i == 0 else []:
+        first, stop = (i, i + 1) if chained else (0, len(exchange) if i == 0 else 0)
+        for sent in range(first, min(stop, len(exchange))):
             ranks = None if joined is None else joined[sent]
             arrived.append(streams.send(f"K/V, chunk {sent + 1}", begin, float(exchange[sent]), ranks))
         streams.compute(f"attention, chunk {i}" if i else "local attention", attention[:, i], begin)
