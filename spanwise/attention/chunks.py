@@ -114,9 +114,15 @@ class _Builder:
         leave = leave[np.lexsort((leave[:, START], leave[:, ROW], leave[:, RECEIVER]))]
         places = [np.column_stack([place, place + length])], spare, int(length.sum())
         if shards:  # all that is held leaves, or nothing, and what comes is in order
-            to, source = self.one_size(leave[:1, RECEIVER], held.size), self.one_size(come[:1, SENDER], arrived.size)
+            peers = int(leave[0, RECEIVER]) if len(leave) else -1, int(come[0, SENDER]) if len(come) else -1
+            nothing = torch.empty(0, 0, device=self.device)  # constant, so that the sum of sizes is that of the peer
+            to, source = (
+                tuple(rows if group == peer else nothing for group in range(self.plan.num_groups))
+                for peer, rows in zip(peers, (held.size, arrived.size), strict=True)
+            )
             send = None if len(leave) else torch.empty(0, dtype=torch.int64, device=self.device)
-            return RankStep(send, self.index(*places) if pads else None, to, source, spare=pads), arrived
+            in_order = self.index(*places) if pads else None
+            return RankStep(send, in_order, to, source, spare=pads, peers=peers), arrived
         runs = places_in(self.on_line(leave[:, ROW], leave[:, START:]), held.runs, held.place)
         # Unbacked: if torch.compile saw 1 row, autograd would sum the gradient before it has arrived.
         send = _torch.mark_unbacked(on_device(ragged_arange(runs), self.device), 0)
@@ -132,11 +138,6 @@ class _Builder:
     def on_line(self, row: Int64 | int, runs: Int64) -> Int64:
         """Runs of batch rows as runs of one line."""
         return runs + (np.broadcast_to(row, len(runs)) * self.plan.kv_len)[:, None]
-
-    def one_size(self, peer: Int64, size: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """A size for one group, if there is one, and none for the others; a constant, so that the sum is that size."""
-        nothing = torch.empty(0, 0, device=self.device)
-        return tuple(size if group in peer else nothing for group in range(self.plan.num_groups))
 
     def sizes(self, moves: Int64, peer: int) -> tuple[torch.Tensor, ...]:
         """Tokens of the moves from or to each group, as `size` carries them."""

@@ -51,6 +51,8 @@ class RankStep:
         spare: whether `order` holds N: keys that no span reads.
         passed: whether a later step sends rows of this one.
         direct: brings the same rows straight from their owners, where `source` is another step.
+        peers: the one rank that it sends to and the one that it receives from, -1 for none; None where there may be
+            several.
     """
 
     send: torch.Tensor | None
@@ -62,9 +64,10 @@ class RankStep:
     spare: bool = False
     passed: bool = False
     direct: RankStep | None = None
+    peers: tuple[int, int] | None = None
 
 
-_torch.register_pytree_dataclass(RankStep, static=("source", "kind", "spare", "passed"))
+_torch.register_pytree_dataclass(RankStep, static=("source", "kind", "spare", "passed", "peers"))
 
 
 class Link(NamedTuple):
@@ -115,7 +118,8 @@ def bring(rows: torch.Tensor, steps: Sequence[RankStep], link: Link, *, sums: bo
     def arrived(i: int) -> torch.Tensor:
         step = steps[i]
         what = f"{link.label}, chunk {i + 1} of {len(steps)}"
-        meta = step.kind, _halves(step), step.spare, step.passed
+        # Shapes of the rows give the sizes of one peer: Dynamo fails on a size that has two symbols in one function.
+        meta = step.kind, step.peers or _halves(step), step.spare, step.passed
         found = _Wait.apply(link, sums, what, meta, *pending.pop(i), *([] if step.order is None else [step.order]))
         if not step.passed:
             return found
@@ -190,20 +194,26 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     """Waits for a step: its rows in order, then the rows and an anchor for steps that pass them on.
 
-    Arguments: link, whether gradients are summed, what travels, (kind, sizes, spare, whether rows are passed on), data
-    and anchor of the start, and the order if there is one. The backward sends the gradients of the rows home.
+    Arguments: link, whether gradients are summed, what travels, (kind, sizes or peers, spare, whether rows are passed
+    on), data and anchor of the start, and the order if there is one. The backward sends the gradients of the rows home.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         link, sums, what, meta, data, sent, *order = args
-        kind, _, spare, passed = meta
+        kind, halves, spare, passed = meta
+        if isinstance(halves[0], int):
+            to, source = halves
+            halves = [
+                [x.shape[0] if rank == peer else 0 for rank in range(link.size)]
+                for x, peer in ((sent, to), (data, source))
+            ]
         empty = data.new_empty((), dtype=sent.dtype).expand(data.shape)  # has no memory
         # Eager code saves it, or a checkpoint that recomputes would stop before it waits for what it has started.
         ctx.empty = empty if torch.compiler.is_compiling() else None
         ctx.save_for_backward(*order, *([empty] if ctx.empty is None else []))
         ctx.set_materialize_grads(False)
-        ctx.link, ctx.what, ctx.meta, ctx.ordered = link, what, meta, len(order) > 0
+        ctx.link, ctx.what, ctx.meta, ctx.ordered = link, what, (kind, halves, spare), len(order) > 0
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
         in_order = rows.view(rows.shape)
         if order:
@@ -221,7 +231,7 @@ class _Wait(torch.autograd.Function):
         # After the saved tensors: a checkpoint recomputes for them, and compares that.
         if ctx.link.call is not None:
             ctx.link.call(ctx.what)
-        kind, (send, recv), spare, _ = ctx.meta
+        kind, (send, recv), spare = ctx.meta
         total, through = grads[0], grads[-1] if len(grads) > 1 else None
         if total is not None:
             total = total.to(like.dtype)
