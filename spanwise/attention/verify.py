@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from spanwise.attention import failure
 from spanwise.attention.attention import context_parallel_attention
-from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
-from spanwise.attention.verify_gradients import error_of, gradients, parameters_of, summed, whole
 from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.packing import Side
 from spanwise.planning.plan import Plan
@@ -135,7 +135,7 @@ def verify(
 
     Raises:
         ValueError: a `RankPlan`, which does not hold the mask; fewer than one probe; a model with more than 4,096
-            tokens, or under a plan of cross attention; a model that never reached spanwise's attention with the plan.
+            tokens, or under a plan of cross attention.
 
     >>> import spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(64), num_ranks=1)
@@ -154,8 +154,8 @@ def verify(
             f"inputs belong to the keys; verify the attention call alone, without inputs"
         )
     tokens = _probe_tokens(plan, num_probes)
-    names = [mask_name] if attention or mask_name in plan.masks else sorted(plan.masks)
-    must, may = _reach(plan, names, tokens, attention)
+    masks = [mask_name] if attention or mask_name in plan.masks else sorted(plan.masks)
+    must, may = _reach(plan, masks, tokens, attention)
     where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     generator = torch.Generator("cpu").manual_seed(seed)
     by_name, others = None, {}
@@ -163,32 +163,16 @@ def verify(
         by_name = tuple(key for key, x in inputs.items() if isinstance(x, torch.Tensor) and x.dim())
         others = {key: x for key, x in inputs.items() if key not in by_name}
         inputs = [inputs[key] for key in by_name]
-    whole = _attention_inputs(plan, dtype, generator) if inputs is None else tuple(inputs)
-    sides: list[Side] = ["q", "kv", "kv"] if attention else ["q" for _ in whole]
+    given = _attention_inputs(plan, dtype, generator) if inputs is None else inputs
+    names = ("q", "k", "v") if attention else by_name or [f"inputs[{i}]" for i in range(len(given))]
+    dim = (2 if attention else 1) if dim is None else dim
     problem = _Problem(
-        fn_or_model, by_name, others, plan_name, plan, plan.local(mesh, where), mesh, mask_name,
-        dim=(2 if attention else 1) if dim is None else dim,
-        whole=tuple(x.detach().to(where) for x in whole),
-        names=("q", "k", "v") if attention else by_name or tuple(f"inputs[{i}]" for i in range(len(whole))),
-        sides=tuple(sides),
-        attention=attention,
+        fn_or_model, by_name, others, plan_name, plan, plan.local(mesh, where), mesh, mask_name, dim, attention,
+        {name: x.detach().to(where) for name, x in zip(names, given, strict=True)},
     )  # fmt: skip
-    errors, dtype_out, asked = _parity(problem, generator)
+    errors, dtype_out = _parity(problem, generator)
     leaks, blind = _leaks(problem, tokens, must, may)
-    if not attention:
-        _check_reached(problem, asked, tokens, must, blind)
-    limit = tolerance if tolerance is not None else _TOLERANCES[dtype_out]
-    return VerifyReport(errors, limit, tuple(tokens), leaks, blind)
-
-
-class _Watched(dict[str, tuple[Chunk, ...]]):
-    """A rank plan's chunks that remember whether attention asked for them."""
-
-    asked = False
-
-    def __getitem__(self, name: str) -> tuple[Chunk, ...]:
-        self.asked = True
-        return super().__getitem__(name)
+    return VerifyReport(errors, _TOLERANCES[dtype_out] if tolerance is None else tolerance, tuple(tokens), leaks, blind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,10 +191,8 @@ class _Problem:
     mesh: DeviceMesh | None
     mask: str
     dim: int
-    whole: tuple[torch.Tensor, ...]
-    names: tuple[str, ...]
-    sides: tuple[Side, ...]
     attention: bool
+    inputs: dict[str, torch.Tensor]
 
     def call(self, values: Sequence[torch.Tensor], local: RankPlan) -> torch.Tensor:
         """The output for these inputs and this plan: the result, its logits, or its first part."""
@@ -234,44 +216,37 @@ class _Problem:
             f"begins with it; got a {type(result).__name__}. Wrap the model in a function that returns the tensor"
         )
 
-    def cut(self, x: torch.Tensor, side: Side = "q") -> torch.Tensor:
-        """This rank's tokens of `x`."""
+    def cut(self, x: torch.Tensor, name: str = "q") -> torch.Tensor:
+        """This rank's tokens of `x`, an input of this name, its gradient, or an output."""
+        side: Side = "kv" if self.attention and name in ("k", "v") else "q"
         return shard_for_rank(self.plan, self.local.rank, x, dim=self.dim, side=side)
 
-    def gathered(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole output for this rank's inputs."""
-        return gather(self.plan, self.local, self.mesh, self.call(values, self.local), self.dim, 0, "q")
 
-
-def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, float], torch.dtype, bool]:
-    """Errors of the output and of all gradients against one device, the output's dtype, and whether attention ran."""
+def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, float], torch.dtype]:
+    """Errors of the output and of all gradients against one device, and the output's dtype."""
     mesh, cut = problem.mesh, problem.cut
     parameters = parameters_of(problem.fn)  # before the forward, in which FSDP2 puts others in their place
 
     def leaf(x: torch.Tensor) -> torch.Tensor:
         return x.detach().clone().requires_grad_(x.is_floating_point())
 
-    shards = [leaf(cut(x, side)) for x, side in zip(problem.whole, problem.sides, strict=True)]
-    watched = _Watched(problem.local.chunks)
-    out = problem.call(shards, dataclasses.replace(problem.local, chunks=watched))
-    asked = watched.asked  # False in compiled code, too
-    references = [leaf(x.double() if problem.attention else x) for x in problem.whole]
+    shards = [leaf(cut(x, name)) for name, x in problem.inputs.items()]
+    out = problem.call(shards, problem.local)
+    references = [leaf(x.double() if problem.attention else x) for x in problem.inputs.values()]
     reference = _reference(problem, references)
     where = reference.device
     cotangent = torch.randn(reference.shape, generator=generator, dtype=torch.float64, device="cpu").to(where)
     errors = {"out": error_of(out.detach(), cut(reference.detach()), reference, mesh)}
-    named = [x for x in zip(problem.names, problem.sides, shards, references, strict=True) if x[2].requires_grad]
-    if not named and not parameters:
-        return errors, out.dtype, asked
-    grads = gradients(problem.fn, out, cut(cotangent), [x for _, _, x, _ in named] + parameters)
-    wanted = gradients(problem.fn, reference, cotangent, [ref for _, _, _, ref in named] + parameters)
-    for (name, side, _, _), grad, want in zip(named, grads, wanted, strict=False):
-        errors[f"d{name}"] = error_of(grad, cut(want, side), want, mesh)
+    named = [x for x in zip(problem.inputs, shards, references, strict=True) if x[1].requires_grad]
+    grads = gradients(problem.fn, out, cut(cotangent), [x for _, x, _ in named] + parameters)
+    wanted = gradients(problem.fn, reference, cotangent, [x for _, _, x in named] + parameters)
+    for (name, _, _), grad, want in zip(named, grads, wanted, strict=False):
+        errors[f"d{name}"] = error_of(grad, cut(want, name), want, mesh)
     for grad, want in zip(grads[len(named) :], wanted[len(named) :], strict=True):
         want = whole(want)
         error = error_of(summed(grad, mesh), want, want, mesh)
         errors["dparameters"] = max(errors.get("dparameters", 0.0), error)
-    return errors, out.dtype, asked
+    return errors, out.dtype
 
 
 def _reference(problem: _Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -294,46 +269,28 @@ def _leaks(problem: _Problem, tokens: list[int], must: np.ndarray, may: np.ndarr
     A row may round otherwise where another one changes: kernels choose by the largest lse, and products by the place of
     their operands in memory. So a leak is a change beyond four roundings and one in 10^6 of the largest output.
     """
-    cross = problem.plan.kv_layout != problem.plan.layout
-    leaks, blind = list[tuple[int, int]](), list[tuple[int, int]]()
-    whole = list(zip(problem.whole, problem.sides, problem.names, strict=True))
+    plan, dim = problem.plan, problem.dim
+    kept = (*_NOT_PROBED, *(["q"] if plan.kv_layout != plan.layout else []))
 
-    def changed(x: torch.Tensor, side: Side, name: str, token: int) -> torch.Tensor:
-        kept = (cross and side == "q") or name in _NOT_PROBED
-        return problem.cut(x if kept else _perturbed(x, token, problem.dim), side)
+    def outputs(token: int | None) -> torch.Tensor:
+        values = []
+        for name, x in problem.inputs.items():
+            changes = token is not None and name not in kept
+            values.append(problem.cut(_perturbed(x, token, dim) if changes else x, name))
+        return gather(plan, problem.local, problem.mesh, problem.call(values, problem.local), dim, 0, "q")
 
-    def rows(changes: torch.Tensor) -> np.ndarray:
-        return changes.movedim((0, problem.dim), (0, 1)).flatten(2).any(-1).cpu().numpy()
+    def rows(changes: list[torch.Tensor]) -> np.ndarray:
+        return torch.stack([x.movedim((0, dim), (0, 1)).flatten(2).any(-1) for x in changes], -1).cpu().numpy()
+
+    def pairs(wrong: np.ndarray) -> Cells:
+        return tuple((int(row), tokens[column]) for column, row in np.argwhere(wrong.any(0).T))
 
     with torch.no_grad():
-        base = problem.gathered([problem.cut(x, side) for x, side, _ in whole])
+        base = outputs(None)
         rounding = 4 * torch.finfo(base.dtype).eps * base.abs() + 1e-6 * base.abs().amax()
-        for column, token in enumerate(tokens):
-            probed = problem.gathered([changed(*one, token) for one in whole])
-            beyond, any_change = rows(~((probed - base).abs() <= rounding)), rows(probed != base)  # nan is beyond
-            leaks += [(int(row), token) for row in np.nonzero((beyond & ~may[:, :, column]).any(0))[0]]
-            blind += [(int(row), token) for row in np.nonzero((~any_change & must[:, :, column]).any(0))[0]]
-    return tuple(leaks), tuple(blind)
-
-
-def _check_reached(problem: _Problem, asked: bool, tokens: list[int], must: np.ndarray, blind: Cells) -> None:
-    """``ValueError``, on every rank, if no rank's attention read the plan and no probe reached another rank's row."""
-    if problem.mesh is not None:
-        # Compiled code may not set the flag; there the probes decide.
-        flag = torch.tensor(float(asked), device=problem.local.tokens.device)
-        asked = bool(failure.all_reduce(flag, "max", problem.mesh, "a flag"))
-    layout = problem.plan.layout
-    owner = np.empty((layout.batch_size, layout.seq_len), np.int64)
-    for rank, row in np.ndindex(layout.num_ranks, layout.batch_size):
-        owner[row, layout.indices(rank, row)] = rank
-    apart = (must & (owner[:, :, None] != owner[:, None, tokens])).any(axis=0)
-    reached = any((int(row), tokens[column]) not in blind for row, column in np.argwhere(apart))
-    if not asked and not reached:
-        raise ValueError(
-            "the model never reached spanwise's attention with the plan: nothing asked for its K/V, and no change of a "
-            "token reached another rank's row. Pass the plan on to every attention call. parallelize_module only warns "
-            "of a pattern that matches no module; ContextParallel.num_applied counts what the style was applied to"
-        )
+        probed = [outputs(token) for token in tokens]
+        beyond = rows([~((x - base).abs() <= rounding) for x in probed])  # nan is beyond
+        return pairs(beyond & ~may), pairs(~rows([x != base for x in probed]) & must)
 
 
 def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -346,31 +303,25 @@ def _attention_inputs(plan: Plan, dtype: torch.dtype, generator: torch.Generator
 
 def _probe_tokens(plan: Plan, count: int) -> list[int]:
     """Keys at both ends of the ranks' runs, then evenly spread keys, without padding; at most `count`."""
-    layout = plan.kv_layout
     valid = np.arange(plan.kv_len) if plan.packing is None else np.flatnonzero(plan.packing.valid_kv)
     if not len(valid):
         raise ValueError("the plan's packing has no token to probe: all of it is padding")
-    runs = np.concatenate([layout.runs(rank) for rank in range(plan.num_ranks)])
-    first, last = np.searchsorted(valid, runs[:, 0]), np.searchsorted(valid, runs[:, 1]) - 1
-    some = first <= last  # runs with a token that is not padding
-    edges = np.unique(valid[np.concatenate([first[some], last[some]])]).tolist()
-    spread = valid[np.linspace(0, len(valid) - 1, num=min(count, len(valid))).round().astype(int)].tolist()
-    picked = edges if len(edges) <= count // 2 else [edges[i * len(edges) // (count // 2)] for i in range(count // 2)]
-    return list(dict.fromkeys([*picked, *spread]))[:count]
+    runs = np.concatenate([plan.kv_layout.runs(rank) for rank in range(plan.num_ranks)])
+    edges = np.intersect1d(np.concatenate([runs[:, 0], runs[:, 1] - 1]), valid)
+    edges = edges[:: max(1, -(-len(edges) // max(1, count // 2)))]
+    spread = valid[np.linspace(0, len(valid) - 1, num=min(count, len(valid))).round().astype(int)]
+    return list(dict.fromkeys([*edges.tolist(), *spread.tolist()]))[:count]
 
 
-def _perturbed(x: torch.Tensor, token: int, dim: int) -> torch.Tensor:
+def _perturbed(x: torch.Tensor, token: Any, dim: int) -> torch.Tensor:
     """`x` with one token's input changed: another number, for integers another value that occurs."""
     x = x.clone()
     at = x.select(dim, token)
     if x.is_floating_point():
         at.copy_(1.0 - at)
         return x
-    others = torch.unique(x)
-    if len(others) == 1:
-        at.copy_(torch.where(at > 0, at - 1, at + 1))
-    else:
-        at.copy_(others[(torch.searchsorted(others, at.contiguous()) + 1) % len(others)])
+    low, high = x.min(), x.max()
+    at.copy_(torch.where(at == high, low, high) if low < high else at ^ 1)
     return x
 
 
@@ -396,3 +347,54 @@ def _reach(plan: Plan, masks: list[str], tokens: list[int], attention: bool) -> 
     while before is None or (may != before).any():
         before, may = may, may | (dense @ may.astype(np.float32) > 0)
     return direct, may
+
+
+def parameters_of(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    """The parameters that require gradients; none of a function that is no module."""
+    if not isinstance(fn, nn.Module):
+        return []
+    for module in fn.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root keeps whole parameters after a forward
+    return [p for p in fn.parameters() if p.requires_grad]
+
+
+def gradients(
+    fn: Callable[..., Any], out: torch.Tensor, cotangent: torch.Tensor, of: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients of `out` for leaves, zero where it does not depend on them; what ``.grad`` holds is put back."""
+    held = [x.grad for x in of]
+    for x in of:
+        x.grad = None
+    if out.requires_grad and len(of):
+        # FSDP2 reduces in hooks of other tensors, which write to .grad.
+        out.backward(cotangent.to(out.dtype), inputs=None if isinstance(fn, nn.Module) else list(of))
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in of]
+    for x, before in zip(of, held, strict=True):
+        x.grad = before
+    return grads
+
+
+def summed(grad: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """A parameter's gradient in float64, whole, and summed over the cp ranks."""
+    if mesh is None:
+        return whole(grad)
+    if isinstance(grad, DTensor) and set(mesh.mesh.flatten().tolist()) <= set(grad.device_mesh.mesh.flatten().tolist()):
+        return whole(grad) * mesh.size()  # FSDP2 averaged over these ranks
+    return failure.all_reduce(whole(grad), "sum", mesh, "a parameter's gradient")
+
+
+def whole(grad: torch.Tensor) -> torch.Tensor:
+    """All of a gradient in float64."""
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).double()
+
+
+def error_of(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh | None) -> float:
+    """Largest error of a rank's `x` on all ranks, over the largest entry of the `whole` tensor."""
+    scale = whole.detach().double().abs().amax().clamp(min=1e-30) if whole.numel() else torch.tensor(1.0)
+    worst = (x.double() - reference.double()).abs().amax() if x.numel() else torch.zeros((), device=x.device).double()
+    # A maximum over ranks may drop nan; inf stays.
+    worst = torch.where(worst.isnan(), torch.full_like(worst, math.inf), worst)
+    if mesh is not None:
+        worst = failure.all_reduce(worst, "max", mesh, "an error")
+    return float(worst / scale)
