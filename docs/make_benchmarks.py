@@ -115,7 +115,7 @@ def peers() -> str:
 
 def orders(rows: list[Row]) -> list[Row]:
     """The rows of one graph: as given, PyTorch, PyTorch with buckets, spanwise, spanwise with buckets."""
-    names = ("original", "PyTorch, reorder", "PyTorch, buckets", "spanwise", "spanwise, buckets")
+    names = ("own", "PyTorch", "PyTorch, buckets", "spanwise", "spanwise, buckets")
     return [pick(rows, order=name) for name in names]
 
 
