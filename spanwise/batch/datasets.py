@@ -76,7 +76,7 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
                 return
             batches, source, begin, after = turn[worker]
             batch = batches.at(begin)
-            batch.plan.count()  # in the worker: what the plan has computed travels with it
+            batch.plan.compute()  # in the worker: what the plan has computed travels with it
             _ = batch.plan.fingerprint
             state = {"position": after, "config": self.config}
             yield batch.load(source, self.rank) | {"plan": batch.plan, "num_valid": batch.num_valid, "state": state}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_index, check_positive
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
-from spanwise.planning.requests import check_hardware, check_sizes
+from spanwise.planning.requests import check_hardware, levels, required
 
 
 class GlobalBatches:
@@ -86,8 +87,8 @@ class GlobalBatches:
             raise ValueError(f"global batches take no {', '.join(unknown)}; options are {', '.join(sorted(known))}")
         check_hardware(options.get("hardware"))
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
-        block_size = options.get("block_size", 128)
-        self.size = check_sizes(num_ranks, block_size)
+        block_size = required("block_size", options.get("block_size", 128))
+        self.size = math.prod(levels(num_ranks, None))
         self.batch_tokens = self.size * check_positive(tokens_per_rank, "tokens_per_rank")
         self.cut, self.pad, self.drop_last = bool(cut), bool(pad), bool(drop_last)
         self.end = None if epochs is None else check_positive(epochs, "epochs") * self.order.epoch_tokens

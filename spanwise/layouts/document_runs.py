@@ -184,21 +184,11 @@ def _sent(everyone: DocumentRuns, which: Bool, document: Int64, reader: Int64, l
     return sent[wanted], reader[pair[wanted]]
 
 
-def map_traffic(everyone: DocumentRuns, num_ranks: int) -> tuple[Int64, Int64]:
-    """Maps that travel, int64 ``[receivers, senders]``, and maps that each rank composes, int64 ``[num_ranks]``."""
+def map_traffic(everyone: DocumentRuns, num_ranks: int) -> Int64:
+    """Maps that travel, int64 ``[receivers, senders]``."""
     _, document, reader, last = _readers(everyone, num_ranks)
     sent, to = _sent(everyone, np.ones(len(everyone.rank), dtype=bool), document, reader, last)
-    traffic = np.bincount(to * num_ranks + everyone.rank[sent], minlength=num_ranks**2)
-    composed = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(composed, reader, last - np.searchsorted(everyone.document, document, side="left"))
-    return traffic.reshape(num_ranks, num_ranks), composed
-
-
-def halo_traffic(everyone: DocumentRuns, num_ranks: int, width: int) -> Int64:
-    """Rows that travel for a convolution that reads `width` tokens back, int64 ``[receivers, senders]``."""
-    reader, _, holder = _halo_rows(everyone, _begin(everyone), width)
-    traffic = np.bincount(reader * num_ranks + everyone.rank[holder], minlength=num_ranks**2)
-    return traffic.reshape(num_ranks, num_ranks)
+    return np.bincount(to * num_ranks + everyone.rank[sent], minlength=num_ranks**2).reshape(num_ranks, num_ranks)
 
 
 def _begin(everyone: DocumentRuns) -> Int64:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from spanwise.layouts.token_tree import TokenTree
-from spanwise.planning import documents, memory, recurrent, seconds
+from spanwise.planning import memory, seconds
 from spanwise.planning.plan_data import PlanData
 from spanwise.units import num_bytes, seconds as as_text
 
@@ -17,10 +16,8 @@ def describe_exchange(plan: PlanData) -> str:
     return inside if plan.num_groups == 1 else f"{inside}, between them {between}"
 
 
-def explain(plan: PlanData, tree: TokenTree | None = None) -> str:
+def explain(plan: PlanData) -> str:
     """The text of `Plan.explain`."""
-    if tree is not None:
-        documents.check_tree(plan, tree)
     tokens = plan.layout.tokens_per_rank
     lines = [
         f"{plan.seq_len:,} tokens on {plan.num_ranks} ranks: {tokens.min():,} to {tokens.max():,} tokens a rank",
@@ -35,8 +32,13 @@ def explain(plan: PlanData, tree: TokenTree | None = None) -> str:
         )
         if plan.hardware.groups_on_a_host(plan.num_ranks) is not None:
             lines.append(f"  {describe_hosts(plan, name)}")
-    lines += _recurrent(plan)
-    lines += [] if tree is None else [f"tree: {line}" for line in tree.explain().splitlines()]
+    where = "a contiguous layout, to which tokens move and back" if plan.relayout else "the layout of attention"
+    for name, (maps, time) in seconds.recurrent(plan).items() if plan.recurrences else ():
+        kind = (plan.recurrences or {})[name]
+        lines.append(
+            f"recurrent layers {name!r} ({kind.layers:g}) in {where}: {maps:,} maps of {kind.map_bytes:,} bytes travel "
+            f"in a forward of one layer; {as_text(time)} a step"
+        )
     if plan.num_q_heads and plan.num_kv_heads and plan.head_dim:
         parts = ", ".join(f"{part} {as_text(value)}" for part, value in seconds.predict(plan).items())
         lines.append(f"predicted on {plan.hardware.name}: {parts}")
@@ -67,17 +69,3 @@ def describe_hosts(plan: PlanData, mask: str) -> str:
     if plan.kv_exchange.by_host:
         return f"{said}, each once a host"
     return f"{said}; {once:,.0f} if a token entered a host once"
-
-
-def _recurrent(plan: PlanData) -> list[str]:
-    """Where the recurrent layers run, and what they cost there."""
-    where = "a contiguous layout, to which tokens move and back" if plan.relayout else "the layout of attention"
-    lines = []
-    for name, each in recurrent.costs(plan).items() if plan.recurrences else ():
-        kind = (plan.recurrences or {})[name]
-        lines.append(
-            f"recurrent layers {name!r} ({kind.layers:g}) in {where}: at most {each.runs:,} runs of documents a rank, "
-            f"{each.maps:,} maps of {kind.map_bytes:,} bytes travel; a rank receives {each.recv_bytes.mean():,.0f} "
-            f"bytes a layer; {as_text(each.seconds)} a step, moves {as_text(each.moving)}"
-        )
-    return lines

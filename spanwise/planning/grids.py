@@ -36,7 +36,7 @@ class Grid:
         work: (query, key) pairs of each rank, all masks by weight; `tokens`: tokens it holds; ``[ranks]`` each.
         attention, linear: predicted seconds that each rank computes in a step, forward and backward; ``[ranks]``.
         exposed: seconds in which each rank waits for the exchange of its replica; ``[ranks]``.
-        recv_bytes: what each rank receives in a forward, all layers; `host_bytes`: of it from other hosts; ``[ranks]``.
+        recv_bytes: what each rank receives in a forward, all layers; ``[ranks]``.
         held_bytes: what the fullest rank holds for exchanges, as `make_plan` compares with a memory budget.
     """
 
@@ -49,7 +49,6 @@ class Grid:
     linear: Float64
     exposed: Float64
     recv_bytes: Float64
-    host_bytes: Float64
     held_bytes: int
 
     @property
@@ -86,8 +85,7 @@ def compare_grids(
 ) -> tuple[Grid, ...]:
     """Every grid with a cp degree that divides `num_ranks`, and one plan over all ranks.
 
-    Seconds of a replica are those of one whose first rank is the first of a host; bytes between hosts are counted where
-    its ranks are.
+    Seconds of a replica are those of one whose first rank is the first of a host.
 
     Args:
         lengths: tokens of each document, int ``[num_documents]``; empty ones are left out.
@@ -121,23 +119,17 @@ def compare_grids(
         cu_seqlens = np.append(0, np.cumsum(documents[which]))
         return make_plan(mask(cu_seqlens), ranks, weights=weights, cu_seqlens=cu_seqlens, **options)
 
-    every = np.arange(len(documents))
-    one = whole or plan(every, size)
-    found = [one_plan(one, linear_flops)]
-    work = _work_of_documents(one, documents)
+    one = whole or plan(np.arange(len(documents)), size)
+    found = [_grid(ONE_PLAN, [one], size, linear_flops)]
+    area = np.sum([weight * one.mask(name).area()[0] for name, weight in one.weights.items()], axis=0)
+    work = np.add.reduceat(area, np.cumsum(documents) - documents).astype(np.float64)
     for cp in (degree for degree in range(size - 1, 0, -1) if size % degree == 0):
         dp = size // cp
-        ways = {IN_ORDER: in_order(documents, dp), LONGEST_FIRST: longest_first(work, dp)}
-        for name, owner in ways.items():
+        for name, owner in ((IN_ORDER, in_order(documents, dp)), (LONGEST_FIRST, longest_first(work, dp))):
             owned = (np.flatnonzero(owner == replica) for replica in range(dp))
             plans = [plan(which, cp) if len(which) else None for which in owned]
-            found.append(grid_of(dp, cp, name, plans, linear_flops))
+            found.append(_grid(name, plans, cp, linear_flops))
     return tuple(found)
-
-
-def one_plan(plan: Plan, linear_flops: float) -> Grid:
-    """The figures of a plan over all ranks."""
-    return grid_of(1, plan.num_ranks, ONE_PLAN, [plan], linear_flops)
 
 
 def in_order(documents: Int64, dp: int) -> Int64:
@@ -165,15 +157,9 @@ def longest_first(work: Float64, dp: int) -> Int64:
     return owner
 
 
-def _work_of_documents(plan: Plan, documents: Int64) -> Float64:
-    """Pairs of each document, all masks by weight."""
-    area = np.sum([weight * plan.mask(name).area()[0] for name, weight in plan.weights.items()], axis=0)
-    return np.add.reduceat(area, np.cumsum(documents) - documents).astype(np.float64)
-
-
-def grid_of(dp: int, cp: int, assignment: str, plans: list[Plan | None], linear_flops: float) -> Grid:
+def _grid(assignment: str, plans: list[Plan | None], cp: int, linear_flops: float) -> Grid:
     """The figures of replicas with these plans; None is a replica without a document."""
-    work, tokens, attention, linear, exposed, received, from_hosts = np.zeros((7, dp, cp))
+    work, tokens, attention, linear, exposed, received = np.zeros((6, len(plans), cp))
     for replica, plan in enumerate(plans):
         if plan is None:
             continue
@@ -182,23 +168,11 @@ def grid_of(dp: int, cp: int, assignment: str, plans: list[Plan | None], linear_
         for name, weight in plan.weights.items():
             work[replica] += weight * plan.work(name)
             received[replica] += weight * plan.recv_bytes(name)
-            from_hosts[replica] += weight * _host_bytes(plan, name, replica * cp)
             layer = plan.timeline(name)
             for one in (layer.forward, layer.backward):
-                attention[replica] += weight * (one.end - one.start).sum(axis=1)
+                attention[replica] += weight * one.busy
                 exposed[replica] += weight * one.exposed
     return Grid(
-        dp, cp, assignment, work.ravel(), tokens.ravel().astype(np.int64), attention.ravel(), linear.ravel(),
-        exposed.ravel(), received.ravel(), from_hosts.ravel(),
-        max((memory.held(plan) for plan in plans if plan is not None), default=0),
+        len(plans), cp, assignment, work.ravel(), tokens.ravel().astype(np.int64), attention.ravel(), linear.ravel(),
+        exposed.ravel(), received.ravel(), max((memory.held(plan) for plan in plans if plan is not None), default=0),
     )  # fmt: skip
-
-
-def _host_bytes(plan: Plan, mask: str, first: int) -> Float64:
-    """K/V bytes that each rank receives from other hosts in a forward, where the replica's ranks begin at `first`."""
-    size = plan.hardware.links[0].ranks
-    if size is None:
-        return np.zeros(plan.num_ranks)
-    host = (first + np.arange(plan.num_ranks)) // size
-    crossing = np.where(host[:, None] != host, plan.traffic(mask), 0).sum(axis=1)
-    return np.asarray(crossing * float(memory.kv_token_bytes(plan)))

@@ -7,6 +7,7 @@ Pure, like all of planning: it runs in a data-loader worker and gives the same p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +19,11 @@ from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LoadBalancer
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import memory, recurrent, requests, seconds
+from spanwise.planning import memory, requests, seconds
 from spanwise.planning.plan import Plan
 from spanwise.planning.plan_data import Candidate
-from spanwise.planning.recurrence import Recurrence
-from spanwise.routes.exchanges import EXCHANGES, Exchange
+from spanwise.planning.recurrence import Recurrence, checked
+from spanwise.routes.exchanges import EXCHANGES, Exchange, resolve
 from spanwise.units import seconds as as_text
 
 # Bounds of the imbalance to try besides that of "local". Tight: 64 packings on 8 to 64 ranks have a mean step of 0.990
@@ -35,6 +36,7 @@ _SAVED = 0.7  # skip a baseline if a plan as fast receives at most this fraction
 _HIDDEN = 0.02  # where the exchange adds less to a step, no further chunks: with 0.05 a step grew by up to 4 %
 # Shape that "auto" assumes where the caller gives none: Llama 3 8B's attention, four query heads a K/V head.
 _NOMINAL_KV_HEADS, _NOMINAL_DIM = 8, 128
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def make_plan(
@@ -120,31 +122,73 @@ def make_plan(
     >>> plan.layout.tokens_per_rank.tolist(), plan.recv_tokens().tolist()
     ([2048, 2048], [2048, 24])
     """
-    request = requests.checked(
-        mask, num_ranks, exchange=exchange, stages=stages, keep_kv=keep_kv, block_size=block_size,
-        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
-        kv_row_dim=kv_row_dim, dtype=dtype, hardware=hardware, memory_budget=memory_budget, cu_seqlens=cu_seqlens,
-        packing=packing, recurrences=recurrences,
-    )  # fmt: skip
-    assigner = Assigner(request.fields["masks"], weights, request.block_size, cu_seqlens, packing)
-    plans = _Search(request, assigner).plans(balancer)
-    if request.budget is not None:
-        plans = _within_budget(plans, request.budget)
+    masks = requests.as_masks(mask)
+    chosen = None if exchange == "auto" else resolve(exchange)
+    levels = requests.levels(num_ranks, chosen)
+    if keep_kv is not None and not isinstance(keep_kv, bool):
+        raise ValueError(f"keep_kv must be True, False or None, got {keep_kv!r}")
+    if keep_kv is False and levels[0] == 1 and levels[1] > 1:
+        raise ValueError(
+            "keep_kv=False drops K/V that another exchange brought; Ulysses alone brings none: leave it out"
+        )
+    requests.check_hardware(hardware)
+    hardware = hardware or rates.DEFAULT
+    stages = requests.number("stages", stages)
+    if chosen is not None and not chosen.counts(stages):
+        raise ValueError(
+            f"exchange {chosen.name!r} chooses its number of chunks itself, got stages={stages}; use exchange='needed'"
+        )
+    if chosen is not None and chosen.by_host and len(hardware.links) == 1:
+        raise ValueError(
+            f"exchange {chosen.name!r} needs hardware that has hosts, such as spanwise.H100 or "
+            f"spanwise.H100.with_host_size(4); got {hardware.name!r} with one level of links"
+        )
+    if packing is not None:
+        if not isinstance(packing, Packing) or cu_seqlens is not None:
+            raise ValueError(f"give a spanwise.Packing or cu_seqlens, not both; got {packing!r} and {cu_seqlens!r}")
+        for each in masks.values():
+            packing.check_mask(each)
+    budget = requests.number("memory_budget", memory_budget, largest=2**63)
+    if budget is not None and (num_q_heads is None or head_dim is None):
+        raise ValueError("a memory_budget needs num_q_heads and head_dim (and num_kv_heads): bytes follow from them")
+    name = str(dtype).removeprefix("torch.")
+    if name not in _ITEMSIZES:
+        raise ValueError(f"dtype must be one of {sorted(_ITEMSIZES)} or the torch dtype of that name, got {dtype!r}")
+    fields = {
+        "masks": masks, **requests.shape(num_q_heads, num_kv_heads, head_dim, v_head_dim, levels[1]),
+        "kv_row_dim": requests.number("kv_row_dim", kv_row_dim), "dtype": name, "itemsize": _ITEMSIZES[name],
+        "hardware": hardware, "packing": packing, "recurrences": checked(recurrences),
+    }  # fmt: skip
+    assigner = Assigner(masks, weights, requests.required("block_size", block_size), cu_seqlens, packing)
+    plans = _Search(fields, levels, chosen, stages, keep_kv, budget, assigner).plans(balancer)
+    if budget is not None:
+        plans = _within_budget(plans, budget)
     return plans[0].replace(candidates=()) if len(plans) == 1 else _fastest(plans)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Search:
-    """Plans of one request: layouts, each with every exchange and number of chunks that the caller left open."""
+    """Plans of checked arguments: layouts, each with every exchange and number of chunks that the caller left open.
 
-    def __init__(self, request: requests.Request, assigner: Assigner) -> None:
-        self.request, self.assigner = request, assigner
-        self.rates: rates.Hardware = request.fields["hardware"]
+    Attributes:
+        fields: of every plan, except what its layout decides.
+        levels: ``(groups, ranks of a group)``.
+        exchange, stages, keep_kv, budget: as in `make_plan`, None where left open.
+    """
+
+    fields: dict[str, Any]
+    levels: tuple[int, int]
+    exchange: Exchange | None
+    stages: int | None
+    keep_kv: bool | None
+    budget: int | None
+    assigner: Assigner
 
     def plans(self, balancer: str | LoadBalancer) -> list[Plan]:
         """All that are compared, simplest first."""
-        request, outer = self.request, self.request.levels[0]
+        outer = self.levels[0]
         auto, several = balancer == "auto", self.assigner.square and outer > 1
-        everything = request.exchange is not None and request.exchange.everything
+        everything = self.exchange is not None and self.exchange.everything
         by_rule: list[str | LoadBalancer] = [balancer]
         if auto and several:  # where everything travels anyway, "lpt" balances best
             by_rule = ["contiguous", "head_tail", *(["lpt"] if everything else [])]
@@ -152,73 +196,61 @@ class _Search:
             by_rule = ["contiguous"]
         found = [plan for each in by_rule if each != "local" or not several for plan in self.variants(each)]
         # With fewer blocks than ranks there is next to nothing to balance or to move.
-        if several and (balancer == "local" or (auto and not everything and self.assigner.num_blocks >= outer)):
+        if several and (balancer == "local" or (auto and not everything and self.assigner.problem.num_blocks >= outer)):
             waits = auto and _waits_for_exchange(found)
             found += self.variants("local")
-            if (host_groups := self.rates.groups_on_a_host(*request.levels)) is not None:
+            if (host_groups := self.fields["hardware"].groups_on_a_host(*self.levels)) is not None:
                 found += self.variants(Local(host_size=host_groups), "local, by host")
             for bound, tried in ((_TIGHT, auto), (_LOOSE, waits)):
                 if tried:
                     found += self.variants(Local(bound), f"local, imbalance to {bound:g}")
-        return found + self._traded(by_rule[0], found[0].balancer)
+        # Ulysses over all ranks, where "auto" may choose it: the heads divide, and no argument rules it out.
+        heads = self.fields["num_q_heads"]
+        free = self.exchange is None and self.stages is None and self.keep_kv is not False
+        if free and self.levels[1] == 1 < outer and heads is not None and heads % outer == 0:
+            plan = self._assigned(by_rule[0], found[0].balancer, 1, outer)
+            found += _and_moved(plan.replace(kv_exchange=EXCHANGES["ulysses"]))
+        return found
 
     def variants(self, balancer: str | LoadBalancer, label: str = "") -> list[Plan]:
         """The layout of a balancer with each exchange and number of chunks, simplest first; priced, if several."""
-        request, plan = self.request, self._assigned(balancer, label, *self.request.levels)
-        exchanges = self._exchanges(searched=_is_searched(plan))
+        plan = self._assigned(balancer, label, *self.levels)
+        exchanges = [self.exchange] if self.exchange else self._exchanges(searched=_is_searched(plan))
+        options = [(each, stages) for each in exchanges for stages in each.counts(self.stages)]
         if plan.num_groups == 1:  # nothing travels between groups
-            named = EXCHANGES["ulysses"] if plan.inner > 1 else request.exchange or plan.kv_exchange
-            return recurrent.variants([plan.replace(kv_exchange=named, keep_kv=self._keeps_kv(named))])
-        several = len(exchanges) > 1 or len(exchanges[0].counts(request.stages)) > 1
-        if several:
-            plan.count()  # once for all variants
+            options = [(EXCHANGES["ulysses"] if plan.inner > 1 else self.exchange or plan.kv_exchange, 1)]
         found: list[Plan] = []
-        for exchange in exchanges:
-            for count in exchange.counts(request.stages):
-                variant = plan.replace(kv_exchange=exchange, keep_kv=self._keeps_kv(exchange), stages=count)
-                # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
-                if count not in (1, request.stages) and count not in map(variant.num_chunks, variant.masks):
-                    continue
-                found += [_priced(one) if several else one for one in recurrent.variants([variant])]
-                # Further chunks hide more of the exchange, and there is next to nothing left to hide.
-                if several and request.budget is None and _is_hidden(found[-1].candidates[0]):
-                    break
+        hidden = None  # an exchange of which next to nothing is left to hide: further chunks gain nothing
+        for exchange, stages in options:
+            keeps_kv = exchange.keeps_kv if self.keep_kv is None else self.keep_kv
+            variant = plan.replace(kv_exchange=exchange, keep_kv=keeps_kv, stages=stages)
+            # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
+            if exchange is hidden or stages not in {1, self.stages, *map(variant.num_chunks, variant.masks)}:
+                continue
+            found += [_priced(one) if len(options) > 1 else one for one in _and_moved(variant)]
+            if len(options) > 1 and self.budget is None and _is_hidden(found[-1].candidates[0]):
+                hidden = exchange
         return found
 
     def _exchanges(self, searched: bool) -> list[Exchange]:
-        """The exchanges to consider between groups, simplest first."""
-        request, budget = self.request, self.request.budget is not None
-        if request.exchange is not None:
-            return [request.exchange]
+        """The exchanges that "auto" considers between groups, simplest first."""
         return [
             exchange
             for exchange in EXCHANGES.values()
             if not exchange.heads
-            and exchange.counts(request.stages)
+            and exchange.counts(self.stages)
             and not (searched and exchange.everything)  # where all K/V travel, locality gains nothing
-            and (exchange.keeps_kv or (budget and request.stages is None))
-            and (not exchange.by_host or self.rates.groups_on_a_host(*request.levels))
+            and (exchange.keeps_kv or (self.budget is not None and self.stages is None))
+            and (not exchange.by_host or self.fields["hardware"].groups_on_a_host(*self.levels))
         ]
-
-    def _keeps_kv(self, exchange: Exchange) -> bool:
-        return exchange.keeps_kv if self.request.keep_kv is None else self.request.keep_kv
-
-    def _traded(self, balancer: str | LoadBalancer, label: str) -> list[Plan]:
-        """Ulysses over all ranks, where "auto" may choose it: the heads divide, and no argument rules it out."""
-        request, (outer, inner), heads = self.request, self.request.levels, self.request.fields["num_q_heads"]
-        free = request.exchange is None and request.stages is None and request.keep_kv is not False
-        if not free or not inner == 1 < outer or heads is None or heads % outer:
-            return []
-        ulysses = EXCHANGES["ulysses"]
-        return recurrent.variants([self._assigned(balancer, label, 1, outer).replace(kv_exchange=ulysses)])
 
     def _assigned(self, balancer: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
         layout, kv_layout, block_size = self.assigner.layouts(balancer, outer, inner)
         return Plan(
-            **self.request.fields, weights=self.assigner.weights, cu_seqlens=self.assigner.cu_seqlens, layout=layout,
+            **self.fields, weights=self.assigner.weights, cu_seqlens=self.assigner.cu_seqlens, layout=layout,
             kv_layout=kv_layout, num_ranks=outer * inner, inner=inner, block_size=block_size,
             balancer=label or (balancer if isinstance(balancer, str) else type(balancer).__name__),
-            kv_exchange=EXCHANGES["all_gather"], stages=1, keep_kv=self.request.keep_kv is not False,
+            kv_exchange=EXCHANGES["all_gather"], stages=1, keep_kv=self.keep_kv is not False,
             reason="chosen by the caller" if outer * inner > 1 else "one rank computes everything",
         )  # fmt: skip
 
@@ -226,6 +258,12 @@ class _Search:
 def _is_searched(plan: Plan) -> bool:
     """Whether the layout is one for little traffic, not by a rule that knows no mask."""
     return plan.balancer.split(",")[0] == "local"
+
+
+def _and_moved(plan: Plan) -> list[Plan]:
+    """The plan, and where it differs one whose recurrent layers run in a contiguous layout."""
+    moved = plan.replace(relayout=True) if plan.recurrences else plan
+    return [plan] if moved.recurrent().layout == plan.layout else [plan, moved]
 
 
 def _is_hidden(candidate: Candidate) -> bool:

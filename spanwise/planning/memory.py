@@ -55,7 +55,7 @@ def kv_token_bytes(plan: PlanData) -> int:
     if is_compact(plan):
         assert plan.kv_row_dim is not None
         return plan.kv_row_dim * plan.itemsize
-    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape("bytes of K/V")
     held = kv_heads if plan.inner == 1 else kv_heads_held(num_heads, kv_heads, plan.inner)
     return held * (qk_dim + v_dim) * plan.itemsize
 
@@ -70,7 +70,7 @@ def trades(plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
     Returns:
         Two int64 ``[G, receivers, senders]``; the diagonals are 0.
     """
-    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape("bytes of heads")
     inner, heads = plan.inner, num_heads // plan.inner
     q, kv = (plan.batch_size * x.tokens_per_rank.reshape(-1, inner) for x in (plan.layout, plan.kv_layout))
     others = 1 - np.eye(inner, dtype=np.int64)
@@ -84,7 +84,7 @@ def trades(plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
 
 def received(plan: PlanData, mask: str) -> Int64:
     """The bytes of `Plan.recv_bytes`."""
-    plan.require_shape("recv_bytes()")
+    plan.attention_shape("recv_bytes()")
     exchanged = np.repeat(plan.route(mask).padded.sum(axis=(0, 2)), plan.inner) * kv_token_bytes(plan)
     if plan.inner == 1:
         return exchanged
@@ -94,13 +94,12 @@ def received(plan: PlanData, mask: str) -> Int64:
 
 def resident_and_saved(plan: PlanData, mask: str, what: str = "resident_bytes()") -> tuple[Int64, Int64]:
     """The bytes of `Plan.resident_bytes` and of `Plan.saved_bytes`."""
-    plan.require_shape(what)
+    _, kv_heads, qk_dim, v_dim = plan.attention_shape(what)
     route, token_bytes = plan.route(mask), kv_token_bytes(plan)
     kept = route.tokens.sum(axis=(0, 2)) * plan.keep_kv
     most = np.maximum(route.most_held(keep=plan.keep_kv), kept) if route.sources else kept
     exchanging, after = (np.repeat(tokens, plan.inner) * token_bytes for tokens in (most, kept))
     if is_compact(plan) and route.sources:  # K and V of one chunk at a time
-        _, kv_heads, qk_dim, v_dim = plan.attention_shape
         exchanging = exchanging + route.tokens.sum(axis=2).max(axis=0) * kv_heads * (qk_dim + v_dim) * plan.itemsize
     return (exchanging, after) if plan.inner == 1 else _with_trades(plan, exchanging, after)
 
@@ -111,7 +110,7 @@ def _with_trades(plan: PlanData, exchanging: Int64, after: Int64) -> tuple[Int64
     Args:
         exchanging, after: bytes held for the exchange between groups: most during it, and after it.
     """
-    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape("bytes of heads")
     heads, count = num_heads // plan.inner * plan.itemsize, kv_heads_held(num_heads, kv_heads, plan.inner)
     # Own tokens with all heads: q and K/V as they leave, the output as it comes back.
     tokens, keys = (plan.batch_size * x.tokens_per_rank * plan.itemsize for x in (plan.layout, plan.kv_layout))

@@ -11,9 +11,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from spanwise.layouts.packing import Side
-from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks.arrays import Int64
-from spanwise.planning import explain, files, memory, recurrent, seconds
+from spanwise.planning import explain, files, memory, seconds
 from spanwise.planning.plan_data import PlanData
 from spanwise.planning.seconds import Timeline
 
@@ -102,9 +101,9 @@ class Plan(PlanData):
         >>> import spanwise
         >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(4096), 2, num_q_heads=8, head_dim=64)
         >>> plan.timeline().forward.names
-        ('pack', 'local attention', 'attention, chunk 1')
+        ['pack', 'local attention', 'attention, chunk 1']
         """
-        return seconds.simulate(self, mask)
+        return seconds.timeline(self, mask)
 
     def host_traffic(self, mask: str = "default", host_size: int | None = None) -> memory.HostTraffic:
         """K/V tokens that stay inside hosts and that cross between them in a forward, all ranks together.
@@ -123,31 +122,15 @@ class Plan(PlanData):
         """
         return memory.host_traffic(self, mask, host_size)
 
-    def recurrent(self) -> Plan:
-        """The plan in whose layout recurrent layers run: itself, or with `relayout` one with a contiguous layout.
-
-        Give it to `spanwise.recurrence.recurrence_route`, and both to `spanwise.relayout_route`.
-
-        >>> import spanwise
-        >>> layers = {"ssm": spanwise.Recurrence(layers=4, heads=8, key_dim=16, value_dim=16, delta_rule=False)}
-        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(64), 2, balancer="head_tail", recurrences=layers)
-        >>> plan.replace(relayout=True).recurrent().layout.runs(0).tolist()
-        [[0, 32]]
-        """
-        return self.replace(**recurrent.changes(self))
-
-    def explain(self, tree: TokenTree | None = None) -> str:
+    def explain(self) -> str:
         """Work, traffic, predicted time and the reason of the choice, as text for a person.
-
-        Args:
-            tree: the tree of which the plan has the mask: adds tokens and work of its paths as separate sequences.
 
         >>> import spanwise
         >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(1000), num_ranks=2, balancer="contiguous")
         >>> print(plan.explain().splitlines()[0])
         1,000 tokens on 2 ranks: 500 to 500 tokens a rank
         """
-        return explain.explain(self, tree)
+        return explain.explain(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path`` (numpy's npz; no pickled code).

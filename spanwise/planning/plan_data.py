@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spanwise.hardware import Hardware
+from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.traffic import Readings
@@ -32,7 +33,7 @@ from spanwise.routes.route import Route, RouteProblem
 PlanT = TypeVar("PlanT", bound="PlanData")
 
 # Cached values that follow from masks, layouts, ranks and hosts alone.
-_COMPUTED = ("batch_size", "groups", "kv_groups", "host_groups", "query_rows", "_readings")
+_SHARED = ("batch_size", "groups", "kv_groups", "_readings")
 # Fields that change no route.
 _UNROUTED = frozenset(("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "kv_row_dim", "relayout"))
 
@@ -185,25 +186,14 @@ class PlanData:
         """Who sends which keys to whom, in which steps; computed once for this object."""
         if mask not in self._routes:
             of = self.readings(mask)
-            problem = RouteProblem(
-                of.needs, of.pairs, self.kv_groups, self.stages, self.block_size, self.host_groups
-            )  # fmt: skip
+            host_groups = self.hardware.groups_on_a_host(self.num_groups, self.inner) or self.num_groups
+            problem = RouteProblem(of.needs, of.pairs, self.kv_groups, self.stages, self.block_size, host_groups)
             self._routes[mask] = route_of(self.kv_exchange, problem, self.batch_size)
         return self._routes[mask]
 
     @functools.cached_property
     def _routes(self) -> dict[str, Route]:
         return {}
-
-    @functools.cached_property
-    def host_groups(self) -> int:
-        """Groups of ranks on a host; all of them where no host holds several."""
-        return self.hardware.groups_on_a_host(self.num_groups, self.inner) or self.num_groups
-
-    @functools.cached_property
-    def query_rows(self) -> Int64:
-        """Query rows of each group, all batch rows; int64 ``[G]``."""
-        return self.batch_size * self.groups.tokens_per_rank
 
     def work(self, mask: str = "default") -> np.ndarray:
         """Exact mask area of each rank, (query, key) pairs summed over batch rows; int64 ``[num_ranks]``.
@@ -215,10 +205,8 @@ class PlanData:
         >>> spanwise.make_plan(spanwise.SpanMask.causal(8), 2, balancer="contiguous", block_size=1).work()
         array([10, 26])
         """
-        return self._of_ranks(self.readings(mask).area)
-
-    def _of_ranks(self, of_groups: np.ndarray) -> np.ndarray:
-        return of_groups if self.inner == 1 else np.repeat(of_groups / self.inner, self.inner)
+        area = self.readings(mask).area
+        return area if self.inner == 1 else np.repeat(area / self.inner, self.inner)
 
     def imbalance(self, mask: str = "default") -> float:
         """Work of the busiest rank over the mean work. 1.0 is perfect; an empty mask gives 1.0.
@@ -245,11 +233,13 @@ class PlanData:
 
         No exchange can move less for this layout.
         """
-        return np.repeat(self.needed_traffic(mask).sum(axis=1), self.inner)
+        of = self.readings(mask)
+        return np.repeat(of.pairs.sum(axis=1) * of.repeats, self.inner)
 
     def local_work(self, mask: str = "default") -> np.ndarray:
         """The part of `work` whose keys the rank's group holds; the same dtype."""
-        return self._of_ranks(self.readings(mask).local_area)
+        area = self.readings(mask).local_area
+        return area if self.inner == 1 else np.repeat(area / self.inner, self.inner)
 
     def traffic(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank receives from each other rank in a forward; int64 ``[receivers, senders]``.
@@ -271,11 +261,6 @@ class PlanData:
         rank = np.arange(self.num_ranks)
         inside = (rank[:, None] // self.inner == rank // self.inner) & (rank[:, None] != rank)
         return between + inside * self.batch_size * self.kv_layout.tokens_per_rank
-
-    def needed_traffic(self, mask: str = "default") -> Int64:
-        """K/V tokens of each other group that a group reads; int64 ``[G receivers, G senders]``."""
-        of = self.readings(mask)
-        return of.pairs * of.repeats
 
     def num_chunks(self, mask: str = "default") -> int:
         """Chunks in which the K/V of other groups arrive; 0 where nothing travels.
@@ -299,24 +284,18 @@ class PlanData:
         """Bytes of one element of dK/dV on their way home: they travel in float32 at least."""
         return max(self.itemsize, 4)
 
-    @functools.cached_property
-    def attention_shape(self) -> tuple[int, int, int, int]:
-        """num_q_heads, num_kv_heads, head_dim, v_head_dim."""
+    def attention_shape(self, what: str) -> tuple[int, int, int, int]:
+        """num_q_heads, num_kv_heads, head_dim, v_head_dim; ``ValueError`` that `what` needs them if not given."""
         shape = (self.num_q_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        assert None not in shape  # require_shape has checked
-        return shape  # type: ignore[return-value]
-
-    def require_shape(self, what: str) -> None:
-        """``ValueError`` that `what` needs the attention shape, if the plan was made without it."""
         missing = [n for n in ("num_q_heads", "num_kv_heads", "head_dim") if getattr(self, n) is None]
         if missing:
             raise ValueError(f"{what} needs {', '.join(missing)}: pass them to make_plan")
+        return shape  # type: ignore[return-value]
 
     # ---------------------------------------------------------------- variants and identity
 
-    def count(self) -> None:
-        """Compute areas and traffic now, so that variants made by `replace` share them."""
-        _ = [getattr(self, name) for name in _COMPUTED]
+    def compute(self) -> None:
+        """Compute work and traffic now: in a loader's worker, because they travel with the plan."""
         for of in self._readings.values():
             _ = [of.area, of.local_area, of.pairs]
 
@@ -331,13 +310,27 @@ class PlanData:
         if "exchange" in changes:
             changes["kv_exchange"] = resolve(changes.pop("exchange"))
         other = dataclasses.replace(self, **changes)
-        if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner", "hardware"}:
-            for name in _COMPUTED:
-                if name in self.__dict__:
-                    other.__dict__[name] = self.__dict__[name]
+        if not changes.keys() & {"masks", "layout", "kv_layout", "num_ranks", "inner"}:
+            other.__dict__.update({name: getattr(self, name) for name in _SHARED})
         if changes.keys() <= _UNROUTED and "_routes" in self.__dict__:
             other.__dict__["_routes"] = self._routes
         return other
+
+    def recurrent(self: PlanT) -> PlanT:
+        """The plan in whose layout recurrent layers run: itself, or with `relayout` one with a contiguous layout.
+
+        Give it to `spanwise.recurrence.recurrence_route`, and both to `spanwise.relayout_route`.
+
+        >>> import spanwise
+        >>> layers = {"ssm": spanwise.Recurrence(layers=4, heads=8, key_dim=16, value_dim=16, delta_rule=False)}
+        >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(64), 2, balancer="head_tail", recurrences=layers)
+        >>> plan.replace(relayout=True).recurrent().layout.runs(0).tolist()
+        [[0, 32]]
+        """
+        if not self.relayout:
+            return self
+        layout = contiguous(self.seq_len, self.num_ranks)
+        return self.replace(layout=layout, kv_layout=layout, balancer="contiguous", relayout=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -369,22 +362,18 @@ class PlanData:
         """All fields that JSON can hold: everything except arrays."""
         plain = (
             "num_ranks", "inner", "block_size", "balancer", "exchange", "stages", "keep_kv", "weights", "num_q_heads",
-            "num_kv_heads", "head_dim", "v_head_dim", "dtype", "itemsize", "reason",
+            "num_kv_heads", "head_dim", "v_head_dim", "kv_row_dim", "dtype", "itemsize", "relayout", "reason",
         )  # fmt: skip
         header = {name: getattr(self, name) for name in plain} | {
             "hardware": self.hardware.to_dict(),
             "candidates": [dataclasses.asdict(candidate) for candidate in self.candidates],
         }
-        if self.kv_row_dim is not None:
-            header |= {"kv_row_dim": self.kv_row_dim}
-        if self.recurrences:
-            each = {name: dataclasses.asdict(recurrence) for name, recurrence in self.recurrences.items()}
-            header |= {"recurrences": each, "relayout": self.relayout}
-        return header
+        each = {name: dataclasses.asdict(recurrence) for name, recurrence in (self.recurrences or {}).items()}
+        return header | {"recurrences": each or None}
 
     def __getstate__(self) -> dict[str, Any]:
         # With what a loader's worker has computed; without rank plans, which hold tensors of this process's device.
-        names = [*(f.name for f in dataclasses.fields(self)), *_COMPUTED, "fingerprint"]
+        names = [*(f.name for f in dataclasses.fields(self)), *_SHARED, "fingerprint"]
         return {name: self.__dict__[name] for name in names if name in self.__dict__}
 
     @functools.cached_property

@@ -1,4 +1,8 @@
-"""Recurrence: layers of a model that carry a state along the sequence, as `make_plan` takes them. Data."""
+"""Recurrence: layers of a model that carry a state along the sequence, as `make_plan` takes them. Data.
+
+Such layers run in the layout of attention, or tokens move to a contiguous layout for them and back. In a layout with
+more runs of documents more maps of the state travel, each of a whole state or larger. `seconds.recurrent` prices both.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,6 @@ class Recurrence:
         key_dim, value_dim: of a head; a state is ``[heads, key_dim, value_dim]``.
         delta_rule: True for gated delta rules (GDN, KDA), whose maps hold a matrix ``[key_dim, key_dim]`` for each
             head; False for diagonal decays (Mamba-2, GLA, lightning).
-        conv_width: of the convolution before them; 1 for none.
-        conv_channels: of that convolution; default ``heads * (2 * key_dim + value_dim)``.
         hidden_size: numbers of a token that move between layouts; default ``heads * value_dim``.
 
     Raises:
@@ -38,16 +40,14 @@ class Recurrence:
     key_dim: int
     value_dim: int
     delta_rule: bool = True
-    conv_width: int = 4
-    conv_channels: int | None = None
     hidden_size: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.delta_rule, (bool, np.bool_)):
             raise ValueError(f"delta_rule of a Recurrence must be True or False, got {self.delta_rule!r}")
-        for name in ("layers", "heads", "key_dim", "value_dim", "conv_width", "conv_channels", "hidden_size"):
+        for name in ("layers", "heads", "key_dim", "value_dim", "hidden_size"):
             value = getattr(self, name)
-            if value is None and name in ("conv_channels", "hidden_size"):
+            if value is None and name == "hidden_size":
                 continue
             kinds = (int, np.integer, float, np.floating) if name == "layers" else (int, np.integer)
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
@@ -59,11 +59,6 @@ class Recurrence:
         """Bytes of the map of one run: what it adds to the state, and by what it multiplies it."""
         factor = self.key_dim * (self.key_dim if self.delta_rule else 1)
         return _STATE_BYTES * self.heads * (factor + self.key_dim * self.value_dim)
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution."""
-        return self.conv_channels or self.heads * (2 * self.key_dim + self.value_dim)
 
     @property
     def hidden(self) -> int:

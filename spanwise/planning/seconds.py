@@ -21,9 +21,9 @@ import dataclasses
 import numpy as np
 
 from spanwise.hardware import attention_flops
-from spanwise.layouts import traffic
+from spanwise.layouts import document_runs, traffic
 from spanwise.masks.arrays import Float64, Int64
-from spanwise.planning import memory, recurrent
+from spanwise.planning import documents, memory
 from spanwise.planning.plan_data import PlanData
 from spanwise.routes.route import RECEIVER, ROW, START, STOP, Route
 
@@ -44,38 +44,80 @@ class Interval:
     end: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward or a backward.
+    """A forward or a backward, simulated step by step: a compute stream and an exchange stream for each rank.
 
     Attributes:
-        names: of the compute steps of a rank, in order.
-        start, end: ``[P, len(names)]``, seconds from the beginning of the pass.
-        exchange_names: of the collectives, in order.
-        exchange_start, exchange_end: ``[len(exchange_names)]``.
+        names: of the compute steps of a rank, in order; `exchange_names`: of the collectives.
+        now: when the compute of each rank has ended, ``[P]`` seconds from the beginning of the pass.
+        free: when its last collective has ended.
     """
 
-    names: tuple[str, ...]
-    start: Float64
-    end: Float64
-    exchange_names: tuple[str, ...]
-    exchange_start: Float64
-    exchange_end: Float64
+    def __init__(self, num_ranks: int) -> None:
+        self.now, self.free = np.zeros((2, num_ranks))
+        self.names: list[str] = []
+        self.exchange_names: list[str] = []
+        self._steps: list[tuple[Float64, Float64]] = []
+        self._sent: list[tuple[float, float]] = []
+
+    def run(self, name: str, seconds: Float64, after: Float64 | float = 0.0) -> None:
+        """The next compute step of all ranks, not before `after`."""
+        start = np.maximum(self.now, after)
+        self.now = start + seconds
+        self.names.append(name)
+        self._steps.append((start, self.now))
+
+    def send(self, name: str, ready: Float64 | float, seconds: float, joined: Int64 | None = None) -> Float64:
+        """The next collective, when it ends on each rank, ``[P]``.
+
+        Args:
+            ready: when each rank can start it.
+            joined: ``[P]``: ranks with equal numbers wait for one another, one with a negative number takes no part;
+                None: all wait for all.
+        """
+        begin = np.maximum(ready, self.free)
+        if joined is None:
+            self.free = np.full_like(begin, begin.max() + seconds)
+        else:
+            latest = np.zeros(int(joined.max(initial=0)) + 1)
+            np.maximum.at(latest, joined[joined >= 0], begin[joined >= 0])
+            self.free = np.where(joined < 0, begin, latest[joined] + seconds)
+        last = float(self.free.max())
+        self.exchange_names.append(name)
+        self._sent.append((last - seconds, last))
+        return self.free
+
+    @property
+    def steps(self) -> Float64:
+        """Start and end of the compute steps, ``[2, P, len(names)]``."""
+        return np.stack([np.stack(each, axis=1) for each in zip(*self._steps, strict=True)])
+
+    @property
+    def sent(self) -> Float64:
+        """Start and end of the collectives, ``[2, len(exchange_names)]``."""
+        return np.array(self._sent).reshape(-1, 2).T
+
+    @property
+    def busy(self) -> Float64:
+        """Compute seconds of each rank, ``[P]``."""
+        start, end = self.steps
+        return np.asarray((end - start).sum(axis=1))
 
     @property
     def seconds(self) -> float:
         """Seconds until the last rank is done."""
-        return float(self.end[:, -1].max())
+        return float(self.now.max())
 
     @property
     def compute(self) -> float:
         """Compute seconds of the busiest rank."""
-        return float((self.end - self.start).sum(axis=1).max())
+        return float(self.busy.max())
 
     @property
     def exchange(self) -> float:
         """Seconds of the collectives."""
-        return float((self.exchange_end - self.exchange_start).sum())
+        start, end = self.sent
+        return float((end - start).sum())
 
     @property
     def exposed(self) -> float:
@@ -100,66 +142,15 @@ class Timeline:
         """Everything that takes time, rank by rank; streams are "compute" and "exchange"."""
         found = []
         for one, offset in ((self.forward, 0.0), (self.backward, self.forward.seconds)):
-            for rank in range(len(one.start)):
-                for stream, names, start, end in (
-                    ("compute", one.names, one.start[rank], one.end[rank]),
-                    ("exchange", one.exchange_names, one.exchange_start, one.exchange_end),
-                ):
+            sent = (one.sent + offset).T.tolist()
+            for rank, steps in enumerate((one.steps + offset).transpose(1, 2, 0).tolist()):
+                for stream, names, times in (("compute", one.names, steps), ("exchange", one.exchange_names, sent)):
                     found += [
-                        Interval(rank, stream, name, offset + float(a), offset + float(b))
-                        for name, a, b in zip(names, start, end, strict=True)
-                        if b > a
+                        Interval(rank, stream, name, *time)
+                        for name, time in zip(names, times, strict=True)
+                        if time[1] > time[0]
                     ]
         return tuple(found)
-
-
-# ---------------------------------------------------------------- one pass, simulated
-
-
-class _Streams:
-    """The two streams of every rank while a pass is simulated.
-
-    Attributes:
-        now: when the compute of each rank ends, ``[P]``; `free`: when its last collective ends.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self.now, self.free = np.zeros((2, num_ranks))
-        self._steps: list[tuple[str, Float64, Float64]] = []
-        self._sent: list[tuple[str, float, float]] = []
-
-    def compute(self, name: str, seconds: Float64, after: Float64 | float = 0.0) -> None:
-        """The next compute step of all ranks, not before `after`."""
-        start = np.maximum(self.now, after)
-        self.now = start + seconds
-        self._steps.append((name, start, self.now))
-
-    def send(self, name: str, ready: Float64 | float, seconds: float, joined: Int64 | None = None) -> Float64:
-        """The next collective, when it ends on each rank, ``[P]``.
-
-        Args:
-            ready: when each rank can start it.
-            joined: ``[P]``: ranks with equal numbers wait for one another, one with a negative number takes no part;
-                None: all wait for all.
-        """
-        begin = np.maximum(ready, self.free)
-        if joined is None:
-            self.free = np.full_like(begin, begin.max() + seconds)
-        else:
-            latest = np.zeros(int(joined.max(initial=0)) + 1)
-            np.maximum.at(latest, joined[joined >= 0], begin[joined >= 0])
-            self.free = np.where(joined < 0, begin, latest[joined] + seconds)
-        last = float(self.free.max())
-        self._sent.append((name, last - seconds, last))
-        return self.free
-
-    def done(self) -> Pass:
-        """The pass."""
-        names, start, end = zip(*self._steps, strict=True)
-        sent, begin, through = zip(*self._sent, strict=True) if self._sent else ((), (), ())
-        return Pass(
-            names, np.stack(start, axis=1), np.stack(end, axis=1), sent, np.array(begin), np.array(through)
-        )  # fmt: skip
 
 
 def forward(
@@ -174,19 +165,19 @@ def forward(
         exchange: ``[n]`` seconds of each chunk's collective.
         chained: ranks pass a chunk on (ring). Its collective starts when the ranks begin the previous chunk; otherwise
             all collectives start first.
-        joined: ``[n, P]``, for each chunk's collective as in `_Streams.send`.
+        joined: ``[n, P]``, for each chunk's collective as in `Pass.send`.
         trades: seconds of the exposed trade of heads for tokens before, and of the trade back after.
     """
-    streams, arrived = _begin(len(pack), trades), list[Float64]()
-    streams.compute("pack", pack)
+    one, arrived = _begin(len(pack), trades), list[Float64]()
+    one.run("pack", pack)
     for i in range(len(exchange) + 1):
-        begin = np.maximum(streams.now, arrived[i - 1] if i else 0.0)
+        begin = np.maximum(one.now, arrived[i - 1] if i else 0.0)
         first, stop = (i, i + 1) if chained else (0, len(exchange) if i == 0 else 0)
         for sent in range(first, min(stop, len(exchange))):
             ranks = None if joined is None else joined[sent]
-            arrived.append(streams.send(f"K/V, chunk {sent + 1}", begin, float(exchange[sent]), ranks))
-        streams.compute(f"attention, chunk {i}" if i else "local attention", attention[:, i], begin)
-    return _end(streams, trades)
+            arrived.append(one.send(f"K/V, chunk {sent + 1}", begin, float(exchange[sent]), ranks))
+        one.run(f"attention, chunk {i}" if i else "local attention", attention[:, i], begin)
+    return _end(one, trades)
 
 
 def backward(
@@ -200,38 +191,36 @@ def backward(
         exchange: ``[n]`` seconds of the collective that brings each chunk's gradients home.
         unpack: ``[P]`` seconds to sum them.
         refetch: ``[n]`` seconds of each chunk's K/V collective if the backward refetches: the next chunk departs when
-            this one's turn begins.
+            this one begins.
         chained: a chunk's gradients are added to those of the chunk after it; a rank waits for these first.
         joined, trades: as in `forward`.
     """
-    streams, num_chunks = _begin(len(attention), trades), len(exchange)
+    one, num_chunks = _begin(len(attention), trades), len(exchange)
     home, arrived = np.zeros(len(attention)), [np.zeros(len(attention))] * num_chunks
     for i in range(num_chunks - 1, -1, -1):
         if refetch is not None:
             for j in ([i] if i == num_chunks - 1 else []) + ([i - 1] if i else []):
-                arrived[j] = streams.send(f"K/V refetched, chunk {j + 1}", streams.now, float(refetch[j]))
-        streams.compute(f"attention backward, chunk {i + 1}", attention[:, i + 1], arrived[i])
+                arrived[j] = one.send(f"K/V refetched, chunk {j + 1}", one.now, float(refetch[j]))
+        one.run(f"attention backward, chunk {i + 1}", attention[:, i + 1], arrived[i])
         if chained:
-            streams.now = np.maximum(streams.now, home)
-        ranks = None if joined is None else joined[i]
-        home = streams.send(f"dK/dV, chunk {i + 1}", streams.now, float(exchange[i]), ranks)
-    streams.compute("local attention backward", attention[:, 0])
-    streams.compute("sum gradients", unpack, home)
-    return _end(streams, trades)
+            one.now = np.maximum(one.now, home)
+        home = one.send(f"dK/dV, chunk {i + 1}", one.now, float(exchange[i]), None if joined is None else joined[i])
+    one.run("local attention backward", attention[:, 0])
+    one.run("sum gradients", unpack, home)
+    return _end(one, trades)
 
 
-def _begin(num_ranks: int, trades: tuple[float, float] | None) -> _Streams:
-    streams = _Streams(num_ranks)
+def _begin(num_ranks: int, trades: tuple[float, float] | None) -> Pass:
+    one = Pass(num_ranks)
     if trades is not None:
-        streams.now = streams.send("heads for tokens", 0.0, trades[0])
-    return streams
+        one.now = one.send("heads for tokens", 0.0, trades[0])
+    return one
 
 
-def _end(streams: _Streams, trades: tuple[float, float] | None) -> Pass:
+def _end(one: Pass, trades: tuple[float, float] | None) -> Pass:
     if trades is not None:
-        all_done = np.full_like(streams.now, streams.now.max())
-        streams.compute("traded", np.zeros_like(all_done), streams.send("tokens for heads", all_done, trades[1]))
-    return streams.done()
+        one.run("traded", np.zeros_like(one.now), one.send("tokens for heads", one.now.max(), trades[1]))
+    return one
 
 
 # ---------------------------------------------------------------- of a plan
@@ -239,24 +228,47 @@ def _end(streams: _Streams, trades: tuple[float, float] | None) -> Pass:
 
 def predict(plan: PlanData) -> dict[str, float]:
     """Seconds of attention in one step, all masks by weight: the result of `Plan.predict`."""
-    plan.require_shape("predict()")
+    plan.attention_shape("predict()")
     parts = dict.fromkeys(PARTS, 0.0)
     for name, weight in plan.weights.items():
-        simulated = simulate(plan, name)
-        for key, one in (("forward", simulated.forward), ("backward", simulated.backward)):
+        layer = timeline(plan, name)
+        for key, one in (("forward", layer.forward), ("backward", layer.backward)):
             parts[f"compute_{key}"] += weight * one.compute
             parts[f"exchange_{key}"] += weight * one.exchange
             parts[f"exposed_{key}"] += weight * one.exposed
-        parts["total"] += weight * simulated.seconds
+        parts["total"] += weight * layer.seconds
     if plan.recurrences:
-        parts["recurrent"] = recurrent.seconds(plan)
+        parts["recurrent"] = sum(seconds for _, seconds in recurrent(plan).values())
         parts["total"] += parts["recurrent"]
     return parts
 
 
-def simulate(plan: PlanData, mask: str) -> Timeline:
+def recurrent(plan: PlanData) -> dict[str, tuple[int, float]]:
+    """For each kind of recurrent layers the maps that travel in a forward, all ranks together; seconds of a step.
+
+    Seconds are those of what travels: the maps of runs, ahead and back, and tokens that move between the two layouts,
+    once there and once back for each change between recurrent and attention layers.
+    """
+    own, rates = plan.recurrent(), plan.hardware
+    runs = document_runs.find(own.layout, documents.packings(plan, state=True))
+    ahead, back = (document_runs.map_traffic(each, plan.num_ranks) for each in (runs, runs.backwards()))
+    moved = np.zeros_like(ahead)  # tokens, receivers by senders
+    for row in range(plan.layout.batch_size if plan.relayout else 0):
+        pieces = own.layout.pieces(row)
+        piece, sender, both = plan.layout.owners_of(pieces[:, 1:], row)
+        np.add.at(moved, (pieces[piece, 0], sender), both[:, 1] - both[:, 0])
+    np.fill_diagonal(moved, 0)
+    found = {}
+    for name, of in (plan.recurrences or {}).items():
+        layer = rates.all_to_all_seconds(ahead * of.map_bytes) + rates.all_to_all_seconds(back * of.map_bytes)
+        moves = sum(2 * rates.all_to_all_seconds(moved * of.hidden * size) for size in (plan.itemsize, 4))
+        found[name] = int(ahead.sum()), of.layers * layer + min(of.layers, sum(plan.weights.values())) * moves
+    return found
+
+
+def timeline(plan: PlanData, mask: str) -> Timeline:
     """Timeline of one layer that uses ``mask``."""
-    plan.require_shape("timeline()")
+    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape("timeline()")
     inner, route, rates = plan.inner, plan.route(mask), plan.hardware
     kv_bytes = float(memory.kv_token_bytes(plan))
     grad_bytes = kv_bytes / plan.itemsize * plan.sum_itemsize
@@ -264,8 +276,8 @@ def simulate(plan: PlanData, mask: str) -> Timeline:
 
     # Copies; `copy` is the seconds of a byte. Query rows and keys are those of the rank's group.
     copy, steps = rates.copy_seconds(1.0), len(route.sources) > 0
-    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape
-    queries, keys, sent = (np.repeat(each, inner) for each in (plan.query_rows, route.held, route.packed.sum(axis=0)))
+    rows = plan.batch_size * plan.groups.tokens_per_rank
+    queries, keys, sent = (np.repeat(each, inner) for each in (rows, route.held, route.packed.sum(axis=0)))
     received = np.repeat(route.received, inner, axis=1).T
     pack = copy * (kv_bytes * (keys * steps + sent))  # K and V of a token become one row, which is sent
     unpack = copy * (2 * grad_bytes * sent + kv_bytes * keys * steps)
@@ -331,9 +343,10 @@ def _attention(plan: PlanData, mask: str, route: Route) -> list[Float64]:
     """Seconds of forward and of backward on the rank's own keys, then on each chunk; ``[P, n + 1]`` each."""
     own = plan.inner * plan.local_work(mask).astype(np.float64)
     # At the mask's edge the kernel also computes pairs that the mask hides.
-    own += np.where(own > 0, plan.hardware.edge_pairs * np.repeat(plan.query_rows, plan.inner), 0.0)
+    rows = np.repeat(plan.batch_size * plan.groups.tokens_per_rank, plan.inner)
+    own += np.where(own > 0, plan.hardware.edge_pairs * rows, 0.0)
     pairs, found = np.concatenate([own[:, None], _chunk_pairs(plan, mask, route)], axis=1), []
-    num_heads, _, qk_dim, v_dim = plan.attention_shape
+    num_heads, _, qk_dim, v_dim = plan.attention_shape("timeline()")
     for backward in (False, True):  # a rank's fraction of the heads, over the tokens of its group
         per_pair = attention_flops(1.0, num_heads // plan.inner, qk_dim, v_dim, backward=backward)
         found.append(plan.hardware.attention_seconds(pairs * per_pair, backward=backward))

@@ -66,18 +66,3 @@ def test_positions_are_none_where_spans_alone_do_not_tell() -> None:
     assert documents.positions(cross, 1) is None
     with pytest.raises(ValueError, match=r"cross attention does not tell.*\[0, 12\]"):
         documents.packings(cross, "kv")
-
-
-def test_explain_tells_what_a_tree_saves() -> None:
-    tree = spanwise.TokenTree([-1, 0, 0, 0], [1000, 100, 200, 300])
-    apart = spanwise.SpanMask.documents([0, 1100, 2300, 3600])
-    plan = spanwise.make_plan(tree.mask(), (2, 2), balancer="contiguous", exchange="needed")
-    lines = [line for line in plan.explain(tree).splitlines() if line.startswith("tree: ")]
-    assert [line.removeprefix("tree: ") for line in lines] == tree.explain().splitlines()
-    assert "1,600 tokens in 4 nodes" in lines[0] and "3,600 tokens, 2.25 times as many" in lines[1]
-    assert f"{plan.work().sum():,.0f}; {int(apart.area().sum()):,} as separate" in lines[2]
-    assert [line for line in plan.explain(tree).splitlines() if line not in lines] == plan.explain().splitlines()
-    with pytest.raises(ValueError, match="tree must be a spanwise.TokenTree, got a list"):
-        plan.explain([-1, 0])
-    with pytest.raises(ValueError, match="the tree has 5 tokens, the plan 1600"):
-        plan.explain(spanwise.TokenTree([-1], [5]))

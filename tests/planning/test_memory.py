@@ -18,7 +18,7 @@ class Heads:
     """Heads of one rank of a group, counted one by one."""
 
     def __init__(self, plan: Plan, place: int) -> None:
-        heads, kv_heads, _, _ = plan.attention_shape
+        heads, kv_heads, _, _ = plan.attention_shape("")
         share = heads // plan.inner
         reads = [[h // (heads // kv_heads) for h in range(j * share, (j + 1) * share)] for j in range(plan.inner)]
         # Equally many query heads read each K/V head of a rank, and all ranks get equally many: repeated until so.
@@ -73,7 +73,7 @@ def came_and_left(plan: Plan, dense: Dense, group: int) -> tuple[list[int], list
 def forward(plan: Plan, dense: Dense, rank: int) -> tuple[int, int]:
     """Bytes that a rank holds at most in a forward, and after it, by keeping a ledger of what `exchange` does."""
     group, place = divmod(rank, plan.inner)
-    heads, _, qk_dim, v_dim = plan.attention_shape
+    heads, _, qk_dim, v_dim = plan.attention_shape("")
     share, ledger = Heads(plan, place), Ledger()
     rows = sum(dense.queries(group * plan.inner + i) for i in range(plan.inner))
     q_head, kv_head, out_head = (dim * plan.itemsize for dim in (qk_dim, qk_dim + v_dim, v_dim))
@@ -83,7 +83,7 @@ def forward(plan: Plan, dense: Dense, rank: int) -> tuple[int, int]:
         leaving = dense.keys(rank) * plan.inner * share.held * kv_head
         ledger.hold(q_sent=dense.queries(rank) * heads * q_head)
         ledger.hold(q_came=rows * share.queries * q_head)
-        ledger.hold(packed=dense.keys(rank) * plan.attention_shape[1] * kv_head * share.repeated)
+        ledger.hold(packed=dense.keys(rank) * plan.num_kv_heads * kv_head * share.repeated)
         ledger.hold(kv_sent=leaving)
         ledger.hold(kv_came=window)
         ledger.drop("packed")
@@ -153,7 +153,7 @@ def exchange(plan: Plan, dense: Dense, group: int, ledger: Ledger, token: int) -
 @given(problems())
 def test_received_bytes(problem: tuple[Plan, Dense]) -> None:
     plan, dense = problem
-    heads, _, qk_dim, v_dim = plan.attention_shape
+    heads, _, qk_dim, v_dim = plan.attention_shape("")
     every = [group_keys(plan, dense, group) for group in range(plan.num_groups)]
     for rank in range(plan.num_ranks):
         group, place = divmod(rank, plan.inner)

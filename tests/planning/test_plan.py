@@ -81,7 +81,7 @@ def test_same_inputs_same_fingerprint_and_everything_that_must_agree_changes_it(
         make_plan(DOCUMENTS, **base, hardware=Hardware("slow", 1e12, 1e12, 1e12, 1e12, 1e9, (Link(1e9, 1e-3),))),
     ]
     other = make_plan(DOCUMENTS, **base | {"balancer": "head_tail"})
-    plan.count()
+    plan.compute()
     others += [plan.replace(kv_layout=other.layout), plan.replace(layout=other.layout)]
     assert others[-1].work().tolist() == other.work().tolist() != plan.work().tolist()
     assert plan.replace(reason="told in other words") == plan
@@ -125,7 +125,7 @@ def test_every_damaged_byte_is_noticed_or_does_not_matter(tmp_path) -> None:
         Plan.load(tmp_path / "missing.npz")
 
 
-@pytest.mark.parametrize("change", [{"reason": "forged"}, {"candidates": []}, {"fingerprint": None}, {"dtype": "x"}])
+@pytest.mark.parametrize("change", [{"fingerprint": None}, {"dtype": "x"}, {"num_ranks": 2}, {"format": 5}])
 def test_an_altered_header_is_refused(tmp_path, change: dict) -> None:
     path = tmp_path / "plan.npz"
     make_plan(DOCUMENTS, 3, **SHAPE).save(path)
@@ -137,7 +137,7 @@ def test_an_altered_header_is_refused(tmp_path, change: dict) -> None:
     altered = np.maximum(arrays["mask0_end"] - 1, arrays["mask0_start"])
     for changed in ({"header": np.array(json.dumps(header))}, {"mask0_end": altered}):
         np.savez(path, **arrays | changed)
-        with pytest.raises(ValueError, match=r"plan\.npz .*was altered or damaged"):
+        with pytest.raises(ValueError, match=r"plan\.npz .*(was altered or damaged|is not a plan)"):
             Plan.load(path)
 
 
@@ -150,7 +150,7 @@ def test_numpy_integers_are_numbers(tmp_path) -> None:
 def test_a_plan_that_was_used_pickles_what_it_has_computed_but_no_rank_plans() -> None:
     plan = make_plan(DOCUMENTS, 1)
     plan.local(None)
-    plan.count()
+    plan.compute()
     again = pickle.loads(pickle.dumps(plan))
     assert plan.built and not again.built
     assert {"fingerprint", "_readings"} <= again.__dict__.keys() and "pairs" in again.readings().__dict__

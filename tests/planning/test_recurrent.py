@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 import spanwise
 from spanwise import Recurrence
 from spanwise.layouts import document_runs
-from spanwise.planning import recurrent
+from spanwise.planning import seconds
 
 GDN = {"gdn": Recurrence(layers=36, heads=32, key_dim=128, value_dim=128, hidden_size=2048)}
 SHAPE = {"num_q_heads": 16, "num_kv_heads": 2, "head_dim": 256, "weights": {"default": 12}}
@@ -33,14 +33,13 @@ def test_traffic_of_all_ranks_is_that_of_each(data: st.DataObject, ranks: int, w
     layout = spanwise.Layout.from_owners(owners, ranks, length, 1)
     everyone = document_runs.find(layout, [spanwise.Packing(cuts)])
     for ordered in (everyone, everyone.backwards()):
-        traffic, composed = document_runs.map_traffic(ordered, ranks)
+        traffic = document_runs.map_traffic(ordered, ranks)
         each = [document_runs.exchanged(ordered, rank, ranks) for rank in range(ranks)]
         assert traffic.tolist() == [maps.recv_counts.tolist() for maps in each]
         assert traffic.T.tolist() == [maps.send_counts.tolist() for maps in each]
-        assert composed.tolist() == [len(maps.chain) for maps in each]
     halos = [document_runs.halo(everyone, rank, ranks, layout.num_tokens(rank), width) for rank in range(ranks)]
-    rows = document_runs.halo_traffic(everyone, ranks, width)
-    assert rows.tolist() == [halo.recv_counts.tolist() for halo in halos]
+    rows = np.stack([halo.recv_counts for halo in halos])
+    assert rows.T.tolist() == [halo.send_counts.tolist() for halo in halos]
     wanted = np.zeros((ranks, ranks), int)
     for start, stop in itertools.pairwise(cuts):
         read = {(owners[i], j) for i in range(start, stop) for j in range(max(start, i - width), i)}
@@ -56,15 +55,13 @@ def test_more_runs_cost_more() -> None:
         for name in ("contiguous", "head_tail", "lpt")
     ]
     here = [plan.replace(relayout=False) for plan in plans]
-    costs = [recurrent.costs(plan)["gdn"] for plan in here]
-    assert costs[0].runs == 1 and costs[1].runs == 2 < costs[2].runs
-    assert [x.maps for x in costs] == sorted(x.maps for x in costs)
-    assert costs[0].seconds < costs[1].seconds < costs[2].seconds
-    assert costs[0].maps == sum(range(8)) and costs[0].moving == 0
+    costs = [seconds.recurrent(plan)["gdn"] for plan in here]
+    assert costs == sorted(costs) and costs[0][1] < costs[1][1] < costs[2][1]
+    assert costs[0][0] == sum(range(8))
     # A longest-first layout is too fragmented: its recurrent layers run in a contiguous one.
     assert plans[2].relayout and not plans[0].relayout
-    moved = recurrent.costs(plans[2])["gdn"]
-    assert moved.maps == costs[0].maps and moved.moving > 0
+    maps, time = seconds.recurrent(plans[2])["gdn"]
+    assert maps == costs[0][0] and costs[0][1] < time < costs[2][1]
 
 
 def test_the_fastest_way_is_taken_and_explained() -> None:

@@ -24,7 +24,7 @@ def test_a_row_arrives_once_and_enters_a_host_once(problem: tuple[Plan, Dense], 
     plan, dense = problem
     plan = plan.replace(hardware=spanwise.H100.with_host_size(host_size))
     groups = plan.num_groups
-    places = plan.host_groups
+    places = plan.hardware.groups_on_a_host(groups, plan.inner) or groups
     host = np.arange(groups) // places
     rows = num_rows(plan.mask(), plan.layout)
     first, second = relays.moves(
@@ -63,7 +63,7 @@ def test_what_is_sent_is_what_is_received(problem: tuple[Plan, Dense], host_size
         sizes = np.array([[x.shape[0] for x in (*route.send_sizes, *route.recv_sizes)] for route in routes])
         sent, received = np.split(alike * sizes, 2, axis=1)
         assert (received == sent.T).all() and (received == tokens).all()
-    assert (plan.route().padded.sum(axis=(0, 2)) == plan.needed_traffic().sum(axis=1)).all()
+    assert (plan.route().padded.sum(axis=(0, 2)) == plan.needed_tokens()[:: plan.inner]).all()
 
 
 @given(
@@ -145,7 +145,7 @@ def test_one_reader_a_host_is_a_relay_for_nobody() -> None:
     needed = plan.replace(exchange="needed", stages=1)
     assert plan.num_chunks() == 1 and (plan.route().padded == needed.route().padded).all()
     everyone = make_plan(SpanMask.full(512), 8, exchange="hierarchical", hardware=spanwise.H100)
-    assert everyone.num_chunks() == 1 and (everyone.traffic() == everyone.needed_traffic()).all()
+    assert everyone.num_chunks() == 1 and (everyone.traffic() == everyone.readings().pairs).all()
     nothing = SpanMask.documents(np.arange(0, 513, 64))
     alone = make_plan(nothing, 8, balancer="contiguous", exchange="hierarchical", hardware=spanwise.H100)
     assert alone.num_chunks() == 0

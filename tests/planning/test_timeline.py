@@ -17,9 +17,9 @@ SHAPE = dict(num_q_heads=8, num_kv_heads=2, head_dim=16, v_head_dim=24)
 def test_forward_waits_for_each_piece() -> None:
     # Rank 1 packs longer, so that both pieces depart at 2; rank 0 is done with its own part at 4, rank 1 at 7.
     one = timeline.forward(np.array([1.0, 2.0]), np.array([[3.0, 1.0, 1.0], [5.0, 2.0, 2.0]]), np.array([3.0, 4.0]))
-    assert one.exchange_start.tolist() == [2, 5] and one.exchange_end.tolist() == [5, 9]
-    assert one.start[0].tolist() == [0, 1, 5, 9] and one.end[0].tolist() == [1, 4, 6, 10]
-    assert one.start[1].tolist() == [0, 2, 7, 9] and one.end[1].tolist() == [2, 7, 9, 11]
+    assert one.sent[0].tolist() == [2, 5] and one.sent[1].tolist() == [5, 9]
+    assert one.steps[0][0].tolist() == [0, 1, 5, 9] and one.steps[1][0].tolist() == [1, 4, 6, 10]
+    assert one.steps[0][1].tolist() == [0, 2, 7, 9] and one.steps[1][1].tolist() == [2, 7, 9, 11]
     assert (one.seconds, one.compute, one.exchange, one.exposed) == (11, 11, 7, 0)
 
 
@@ -27,64 +27,62 @@ def test_ranks_wait_for_those_that_they_join_alone() -> None:
     """Ranks 0 and 2 exchange, rank 1 exchanges with nobody else here, rank 3 takes no part."""
     joined, pack = np.array([[0, 1, 0, -1]]), np.array([1.0, 5.0, 2.0, 2.0])
     one = timeline.forward(pack, np.ones((4, 2)), np.array([3.0]), joined=joined)
-    assert one.start[:, -1].tolist() == [5, 8, 5, 3] and one.exchange_end.tolist() == [8]
+    assert one.steps[0][:, -1].tolist() == [5, 8, 5, 3] and one.sent[1].tolist() == [8]
     home = timeline.backward(np.stack([np.ones(4), pack], axis=1), np.array([3.0]), np.zeros(4), joined=joined)
-    assert home.start[:, -1].tolist() == [5, 8, 5, 3]
+    assert home.steps[0][:, -1].tolist() == [5, 8, 5, 3]
 
 
 def test_backward_sends_each_piece_home() -> None:
     attention, exchange = np.array([[4.0, 1.0, 2.0], [3.0, 2.0, 1.0]]), np.array([3.0, 5.0])
     one = timeline.backward(attention, exchange, np.array([1.0, 1.0]))
     # Piece 2 is done at 2 and 1, piece 1 at 3 on both ranks, the local part at 7 and 6.
-    assert one.exchange_names == ("dK/dV, chunk 2", "dK/dV, chunk 1")
-    assert one.exchange_start.tolist() == [2, 7] and one.exchange_end.tolist() == [7, 10]
-    assert one.start[:, -1].tolist() == [10, 10] and one.seconds == 11 and one.compute == 8 and one.exposed == 3
+    assert one.exchange_names == ["dK/dV, chunk 2", "dK/dV, chunk 1"]
+    assert one.sent[0].tolist() == [2, 7] and one.sent[1].tolist() == [7, 10]
+    assert one.steps[0][:, -1].tolist() == [10, 10] and one.seconds == 11 and one.compute == 8 and one.exposed == 3
 
 
 def test_backward_fetches_the_next_piece_beside_this_one() -> None:
     attention, exchange = np.array([[4.0, 1.0, 2.0]]), np.array([3.0, 5.0])
     one = timeline.backward(attention, exchange, np.array([0.0]), np.array([1.0, 2.0]))
-    assert one.exchange_names == (
-        "K/V refetched, chunk 2",
-        "K/V refetched, chunk 1",
-        "dK/dV, chunk 2",
-        "dK/dV, chunk 1",
-    )
-    assert one.exchange_start.tolist() == [0, 2, 4, 9] and one.exchange_end.tolist() == [2, 3, 9, 12]
-    assert one.start[0].tolist() == [2, 4, 5, 12]
+    assert one.exchange_names == [
+        *("K/V refetched, chunk 2", "K/V refetched, chunk 1"),
+        *("dK/dV, chunk 2", "dK/dV, chunk 1"),
+    ]
+    assert one.sent[0].tolist() == [0, 2, 4, 9] and one.sent[1].tolist() == [2, 3, 9, 12]
+    assert one.steps[0][0].tolist() == [2, 4, 5, 12]
 
 
 def test_a_ring_passes_a_piece_on_when_its_turn_comes() -> None:
     attention, exchange = np.array([[3.0, 4.0, 1.0], [5.0, 1.0, 1.0]]), np.array([2.0, 3.0])
     one = timeline.forward(np.array([1.0, 1.0]), attention, exchange, chained=True)
     # Piece 1 is there at 3, rank 1 turns to it at 6: only then piece 2 leaves.
-    assert one.exchange_start.tolist() == [1, 6] and one.exchange_end.tolist() == [3, 9]
-    assert one.start.tolist() == [[0, 1, 4, 9], [0, 1, 6, 9]] and one.exposed == 1
+    assert one.sent[0].tolist() == [1, 6] and one.sent[1].tolist() == [3, 9]
+    assert one.steps[0].tolist() == [[0, 1, 4, 9], [0, 1, 6, 9]] and one.exposed == 1
     at_once = timeline.forward(np.array([1.0, 1.0]), attention, exchange)
-    assert at_once.exchange_start.tolist() == [1, 3] and at_once.exposed == 0
+    assert at_once.sent[0].tolist() == [1, 3] and at_once.exposed == 0
     # Where the exchange is slow a piece leaves as soon as it has come.
     slow = timeline.forward(np.zeros(2), attention, np.array([20.0, 30.0]), chained=True)
-    assert slow.exchange_end.tolist() == [20, 50] and slow.seconds == 51
+    assert slow.sent[1].tolist() == [20, 50] and slow.seconds == 51
 
 
 def test_gradients_on_a_ring_join_those_of_the_piece_after() -> None:
     attention, exchange, unpack = np.array([[4.0, 1.0, 2.0]]), np.array([3.0, 5.0]), np.array([1.0])
     one = timeline.backward(attention, exchange, unpack, chained=True)
     # Those of piece 2 leave at 2 and come at 7. Piece 1 is done at 3 and waits for them: the local part begins at 7.
-    assert one.exchange_start.tolist() == [2, 7] and one.exchange_end.tolist() == [7, 10]
-    assert one.start[0].tolist() == [0, 2, 7, 11] and one.seconds == 12
+    assert one.sent[0].tolist() == [2, 7] and one.sent[1].tolist() == [7, 10]
+    assert one.steps[0][0].tolist() == [0, 2, 7, 11] and one.seconds == 12
     apart = timeline.backward(attention, exchange, unpack)
-    assert apart.start[0].tolist() == [0, 2, 3, 10] and apart.exchange_end.tolist() == [7, 10]
+    assert apart.steps[0][0].tolist() == [0, 2, 3, 10] and apart.sent[1].tolist() == [7, 10]
 
 
 def test_nothing_hides_a_trade() -> None:
     inner = timeline.forward(np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0]))
     arguments = np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0])
     one = timeline.forward(*arguments, trades=(4.0, 2.5))
-    assert one.names == (*inner.names, "traded")
-    assert one.exchange_names == ("heads for tokens", "K/V, chunk 1", "tokens for heads")
-    assert one.exchange_start.tolist() == [0, 6, 13] and one.exchange_end.tolist() == [4, 9, 15.5]
-    assert (one.start[:, :-1] == inner.start + 4).all() and (one.end[:, -1] == 15.5).all()
+    assert one.names == [*inner.names, "traded"]
+    assert one.exchange_names == ["heads for tokens", "K/V, chunk 1", "tokens for heads"]
+    assert one.sent[0].tolist() == [0, 6, 13] and one.sent[1].tolist() == [4, 9, 15.5]
+    assert (one.steps[0][:, :-1] == inner.steps[0] + 4).all() and (one.steps[1][:, -1] == 15.5).all()
     assert one.compute == inner.compute and one.seconds == inner.seconds + 6.5
     assert one.exposed == inner.exposed + 6.5 and one.exchange == inner.exchange + 6.5
 
@@ -101,7 +99,7 @@ def test_trades_of_a_plan_are_exposed(ranks, exchange: str) -> None:
     into, back = (others * (share * 16 * 2 + 40 * itemsize) / 1e4 for itemsize in (2, 4 if inner == 4 else 2))
     out = others * share * 24 * 2 / 1e4
     for one, first, last in ((simulated.forward, into, out), (simulated.backward, out, back)):
-        seconds = one.exchange_end - one.exchange_start
+        seconds = one.sent[1] - one.sent[0]
         assert one.exchange_names[0] == "heads for tokens" and one.exchange_names[-1] == "tokens for heads"
         assert seconds[0] == pytest.approx(first) and seconds[-1] == pytest.approx(last)
         assert one.exposed >= first + last - 1e-9

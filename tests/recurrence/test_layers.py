@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import spanwise
 from spanwise import _torch, recurrence
 from spanwise.layouts import document_runs
-from spanwise.planning import recurrent
+from spanwise.planning import documents
 from spanwise.recurrence import _ops, slabs
 from tests.ranks.harness import run_ranks
 from tests.recurrence import problem as problems
@@ -199,7 +199,7 @@ def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, rank
 
 @pytest.mark.parametrize("balancer", ["contiguous", "head_tail", "lpt"])
 def test_bytes_are_those_that_planning_counts(balancer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = spanwise.Recurrence(layers=1, heads=2, key_dim=3, value_dim=5, conv_channels=10)
+    kind = spanwise.Recurrence(layers=1, heads=2, key_dim=3, value_dim=5)
     plan = spanwise.make_plan(
         spanwise.SpanMask.documents([0, 7, 90]), 3, balancer=balancer, exchange="needed", block_size=4,
         dtype="float32", recurrences={"gdn": kind},
@@ -218,11 +218,11 @@ def test_bytes_are_those_that_planning_counts(balancer: str, monkeypatch: pytest
     def on_rank(rank: int, mesh: Any) -> None:
         route = recurrence.recurrence_route(plan, mesh)
         inputs = [plan.shard(x, rank, dim=0) for x in problem.inputs]
-        recurrence.causal_conv(inputs[2].flatten(1), torch.ones(10, 4), None, route)
         problems.layer(problem, inputs, route)
 
     run_ranks(3, on_rank)
-    assert received == recurrent.costs(plan)["gdn"].recv_bytes.tolist()
+    runs = document_runs.find(plan.layout, documents.packings(plan))
+    assert received == (document_runs.map_traffic(runs, 3).sum(axis=1) * kind.map_bytes).tolist()
 
 
 @pytest.mark.parametrize("kind", ["gdn", "mamba"])

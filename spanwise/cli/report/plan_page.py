@@ -99,11 +99,11 @@ def grid_table(grids: Sequence[Grid]) -> Table:
     for grid in grids:
         rank = int((grid.attention + grid.linear + grid.exposed).argmax())
         seconds = (grid.seconds, *(float(part[rank]) for part in (grid.attention, grid.linear, grid.exposed)))
-        most = (float(grid.recv_bytes.max()), float(grid.host_bytes.max()), float(grid.held_bytes))
+        most = (float(grid.recv_bytes.max()), float(grid.held_bytes))
         imbalances = (f"{grid.work_imbalance:.2f}", f"{grid.token_imbalance:.2f}")
         documents = (f"{grid.dp} × {grid.cp}", grid.assignment)
         rows.append((*documents, *map(units.seconds, seconds), *imbalances, *map(units.num_bytes, most)))
-    columns = ("dp × cp", "documents", "step", "attention", "linear", "waits", "work", "tokens", "received", "off host",
+    columns = ("dp × cp", "documents", "step", "attention", "linear", "waits", "work", "tokens", "received",
                "held")  # fmt: skip
     note = (
         f"{summary(grids)}\nseconds of the slowest rank; work, tokens: busiest over mean rank; bytes: most, all layers"

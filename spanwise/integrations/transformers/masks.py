@@ -196,8 +196,7 @@ def recurrences(config: Any, layers: int) -> dict[str, spanwise.Recurrence]:
     for *names, delta_rule in _STATES:
         sizes: list[Any] = [given.get(name) if isinstance(name, str) else name for name in names]
         if layers and all(isinstance(x, int) for x in sizes):
-            channels = None if delta_rule else sizes[0] * sizes[2]
-            sizes = [*sizes[:3], delta_rule, sizes[3], channels, config.hidden_size]
+            sizes = [*sizes[:3], delta_rule, config.hidden_size]
             return {"linear_attention": spanwise.Recurrence(layers, *sizes)}
     return {}
 

@@ -26,7 +26,7 @@ BATCH = tiny.packed(DOCUMENTS)
 def test_plans_price_states() -> None:
     config = tiny.config_of("qwen3_next")
     (each,) = (hf.make_plan(BATCH, config, 2).recurrences or {}).values()
-    assert (each.layers, each.heads, each.key_dim, each.value_dim, each.conv_width) == (2, 4, 8, 12, 4)
+    assert (each.layers, each.heads, each.key_dim, each.value_dim) == (2, 4, 8, 12)
     assert hf.make_plan(BATCH, config, 2, recurrences=None).recurrences is None
     for name in (*MIXERS, "llama"):
         priced = hf.make_plan(BATCH, tiny.config_of(name), 2).recurrences
