@@ -294,7 +294,7 @@ def host_group(store: dist.Store, name: str, rank: int, num_ranks: int, timeout:
 
 
 def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's flash kernel as `varlen_attn` calls it; `spanwise.attention.kernels._rounds.Flash.forward`."""
+    """torch's flash kernel as `varlen_attn` calls it; `spanwise.attention.kernels.varlen.Flash.forward`."""
     *sequences, scale, window = call
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *sequences, 0.0, window == (-1, 0), False,

@@ -77,9 +77,10 @@ def _tensors(case: Row, q_len: int, kv_len: int) -> tuple[Any, ...]:
     """q, k, v, start, end and the tables of a case, on the device that is not there."""
     import torch
 
-    from spanwise.attention.kernels._flex_tables import FlexTables, kv_capacity, pad_spans
+    from spanwise import _torch
+    from spanwise.attention.kernels.flex import Flex, FlexTables
 
-    batch, (heads, kv_heads), capacity = case.get("batch", 1), case.get("heads", (32, 8)), kv_capacity(kv_len)
+    batch, (heads, kv_heads), capacity = case.get("batch", 1), case.get("heads", (32, 8)), Flex().capacity(kv_len)
 
     def numbers(num_heads: int, tokens: int, dim: int) -> torch.Tensor:
         dtype, wants = getattr(torch, case.get("dtype", "bfloat16")), case.get("gradients", True)
@@ -88,19 +89,15 @@ def _tensors(case: Row, q_len: int, kv_len: int) -> tuple[Any, ...]:
     def table(*shape: int) -> torch.Tensor:
         return torch.empty(batch, *shape, device="cuda", dtype=torch.int32)
 
-    dim, spans = case.get("dim", 128), pad_spans(case.get("spans", 1))
+    dim, spans = case.get("dim", 128), Flex().num_spans(case.get("spans", 1))
     rows, columns = -(-q_len // ROWS), capacity // ROWS
     shapes = [(1, rows), (1, rows, columns)] * 2 + [(1, columns), (1, columns, rows)] * 2
     q, k = numbers(heads, q_len, dim), numbers(kv_heads, capacity, dim)
     v = numbers(kv_heads, capacity, case.get("v_dim", 128))
-    return (
-        q,
-        k,
-        v,
-        table(spans, q_len),
-        table(spans, q_len),
-        FlexTables(*(table(*shape) for shape in shapes)).to("cuda"),
-    )
+    tables = [table(*shape) for shape in shapes]
+    for i, dim in ((1, 3), (3, 3), (4, 2), (5, 2), (6, 2), (7, 2)):
+        _torch.mark_dynamic(tables[i], dim)
+    return q, k, v, table(spans, q_len), table(spans, q_len), FlexTables(*tables)
 
 
 def _ours(case: Row, q_len: int, kv_len: int) -> None:
@@ -119,12 +116,13 @@ def _ours(case: Row, q_len: int, kv_len: int) -> None:
 
 def _plain(case: Row, q_len: int, kv_len: int) -> None:
     import torch
-    from torch.nn.attention.flex_attention import flex_attention
-
-    from spanwise.attention.kernels._flex_tables import block_mask
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     q, k, v, _, _, tables = _tensors(case, q_len, kv_len)
-    causal = block_mask(q.shape[2], k.shape[2], tables, lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+    causal = BlockMask(
+        (q.shape[2], k.shape[2]), **vars(tables), BLOCK_SIZE=(ROWS, ROWS),
+        mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    )  # fmt: skip
     torch.compile(flex_attention, fullgraph=True, dynamic=False)(q, k, v, block_mask=causal, enable_gqa=True)
 
 

@@ -24,7 +24,7 @@ from spanwise.attention.chunks import chunks_of, on_device
 from spanwise.attention.compare import Compared, mesh_ranks, record
 from spanwise.attention.executor import Link
 from spanwise.attention.kernels.base import Chunk, Kernel
-from spanwise.attention.kernels.table import for_plan
+from spanwise.attention.kernels.table import find
 from spanwise.layouts.layout import Layout
 from spanwise.planning import documents
 from spanwise.planning.plan_data import PlanData
@@ -246,7 +246,8 @@ def local_plan(
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
-    chosen = for_plan(kernel, device)
+    found = find(kernel, device)
+    chosen = None if found.plain else found
     key = (rank, device, chosen)
     # The tensors serve training too, whatever mode the first call is made in.
     with _torch.plain_tensors() as to_active_mode:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from spanwise.attention.kernels import flex as flex_module, varlen as varlen_module
-from spanwise.attention.kernels._rounds import Flash, backward, forward
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging
+from spanwise.attention.kernels.varlen import Flash, backward, forward
 from spanwise.masks.span_mask import SpanMask
 
 NAN = float("nan")

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from spanwise import _torch
 from spanwise._torch import storage_id
 from spanwise.attention.kernels import flex as flex_module
-from spanwise.attention.kernels._flex_tables import kv_capacity, pad_spans
 from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.flex import Flex
 from spanwise.attention.kernels.merge import Merging, merge
@@ -63,7 +62,7 @@ def plans(count: int) -> list[SpanMask]:
 def test_fourteen_plans_share_two_graphs() -> None:
     masks = plans(14)
     assert {mask.num_spans for mask in masks} == {1, 2, 3, 4}
-    assert len({kv_capacity(mask.kv_len) for mask in masks}) >= 10
+    assert len({Flex().capacity(mask.kv_len) for mask in masks}) >= 10
     before = graphs()
     for mask in masks:
         run(mask)
@@ -82,7 +81,7 @@ def test_fourteen_plans_share_two_graphs_inside_a_compiled_module() -> None:
     buffer = torch.randn(2, 2, 2000, 16)
     for mask in plans(14):
         inputs = draw(mask, (4, 2, 16, 16), torch.float32)
-        pick = _torch.mark_dynamic(torch.randint(0, 2000, (kv_capacity(mask.kv_len),)), 0)
+        pick = _torch.mark_dynamic(torch.randint(0, 2000, (Flex().capacity(mask.kv_len),)), 0)
         kv_pos = torch.arange(mask.kv_len, dtype=torch.int32)[None]
         got = module(inputs.q, buffer, pick, chunk(Flex(), inputs.k, inputs.v, mask, kv_pos)[2])
         key = buffer[:, :, pick[: mask.kv_len]]
@@ -184,8 +183,8 @@ def test_largest_scores(softcap: float | None) -> None:
 
 
 def test_sizes_and_refusals() -> None:
-    assert [pad_spans(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 17)] == [1, 1, 4, 4, 4, 8, 8, 16, 32]
-    assert [kv_capacity(n) for n in (0, 1, 128, 256, 257, 1000)] == [256, 256, 256, 256, 384, 1024]
+    assert [Flex().num_spans(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 17)] == [1, 1, 4, 4, 4, 8, 8, 16, 32]
+    assert [Flex().capacity(n) for n in (0, 1, 128, 256, 257, 1000)] == [256, 256, 256, 256, 384, 1024]
     with pytest.raises(ValueError, match="cpu"):
         Flex().check_device(torch.device("cpu"), None)
     inputs = draw(SpanMask.causal(ROWS), SHAPES[0], torch.float64)

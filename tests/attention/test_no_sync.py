@@ -36,7 +36,7 @@ PLAN_TIME = {
     "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
     "attention/context_parallel.py": {"_check_module", "_probe_mask"},
     "attention/ulysses.py": {"trade_of"},
-    "attention/kernels/_flex_tables.py": {"from_numpy"},
+    "attention/kernels/flex.py": {"of"},
     "attention/kernels/varlen.py": {"of"},
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
@@ -60,7 +60,7 @@ ON_HOST = {
         "int((labels != IGNORE_INDEX).sum())",
     },
     "batch/token_scores.py": {"wrong.nonzero()", "wrong.nonzero()[:1].tolist()"},
-    "attention/kernels/_rounds.py": {"calls.tolist()"},
+    "attention/kernels/varlen.py": {"calls.tolist()"},
 }
 
 _READS = {"item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique", "synchronize"}

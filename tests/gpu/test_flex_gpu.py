@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from spanwise.attention.kernels._flex_tables import FlexTables, kv_capacity, pad_spans
 from spanwise.attention.kernels.base import AttentionOptions
-from spanwise.attention.kernels.flex import Flex
-from spanwise.masks.blocks import block_tables
+from spanwise.attention.kernels.flex import Flex, FlexTables
 from spanwise.masks.span_mask import SpanMask
 from tests.kernel_calls import chunk_of, flex, reference
 
@@ -28,9 +26,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 def spans(mask: SpanMask, capacity: int) -> Spans:
     mask = SpanMask(mask.start, mask.end, capacity)
-    padding = (0, 0), (0, pad_spans(mask.num_spans) - mask.num_spans), (0, 0)
+    padding = (0, 0), (0, Flex().num_spans(mask.num_spans) - mask.num_spans), (0, 0)
     start, end = (torch.from_numpy(np.pad(x, padding)).to(DEVICE) for x in (mask.start, mask.end))
-    return start, end, FlexTables.from_numpy(block_tables(mask, 128), DEVICE)
+    return start, end, FlexTables.of(mask, DEVICE)
 
 
 def inputs(
@@ -92,13 +90,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.5e-2}
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_matches_dense(name: str, dtype: torch.dtype) -> None:
-    capacity = kv_capacity(MASKS[name].kv_len)
+    capacity = Flex().capacity(MASKS[name].kv_len)
     compare(inputs(Q_LEN, capacity, dtype), spans(MASKS[name], capacity), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 2e-5), (torch.bfloat16, 3.5e-2)], ids=str)
 def test_grouped_heads_and_another_value_dim(dtype: torch.dtype, tol: float) -> None:
-    capacity = kv_capacity(Q_LEN)
+    capacity = Flex().capacity(Q_LEN)
     compare(inputs(Q_LEN, capacity, dtype, kv_heads=2, v_dim=32), spans(SpanMask.causal(Q_LEN), capacity), tol)
 
 
@@ -107,7 +105,7 @@ def test_keys_that_are_no_whole_number_of_blocks() -> None:
 
 
 def test_permuted_inputs() -> None:
-    capacity = kv_capacity(Q_LEN)
+    capacity = Flex().capacity(Q_LEN)
     thd = tuple(
         x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
         for x in inputs(Q_LEN, capacity, torch.float32)
@@ -118,7 +116,7 @@ def test_permuted_inputs() -> None:
 def test_inference_and_few_queries() -> None:
     """Without gradients and with few queries torch takes its decoding kernel."""
     mask = random_mask(16, 700, 1)
-    capacity = kv_capacity(700)
+    capacity = Flex().capacity(700)
     qkv, where = inputs(16, capacity, torch.float32), spans(mask, capacity)
     with torch.no_grad():
         got = flex(*qkv, *where, scale=SCALE)
@@ -129,7 +127,7 @@ def test_inference_and_few_queries() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_score_mod_with_global_positions(softcap: float | None) -> None:
-    capacity = kv_capacity(700)
+    capacity = Flex().capacity(700)
     slopes = torch.tensor([0.5, 0.1, 0.02, 0.0], device=DEVICE)
     q_pos = (torch.arange(Q_LEN, device=DEVICE, dtype=torch.int32) * 2)[None]
     kv_pos = torch.arange(BATCH * capacity, device=DEVICE, dtype=torch.int32).reshape(BATCH, capacity).flip(1)
@@ -151,14 +149,14 @@ def test_score_mod_with_global_positions(softcap: float | None) -> None:
 
 
 def test_softcap() -> None:
-    capacity = kv_capacity(Q_LEN)
+    capacity = Flex().capacity(Q_LEN)
     where = spans(SpanMask.causal(Q_LEN), capacity)
     compare(inputs(Q_LEN, capacity, torch.float32), where, 2e-5, softcap=2.0)
 
 
 def test_max_logit() -> None:
     mask = random_mask(Q_LEN, 700, 2, batch=BATCH)
-    capacity = kv_capacity(700)
+    capacity = Flex().capacity(700)
     q, k, _ = inputs(Q_LEN, capacity, torch.float32, kv_heads=2)
     where = spans(mask, capacity)
     chunk = chunk_of(*where[:2], capacity, where[2])
@@ -173,7 +171,7 @@ def test_fourteen_plans_share_two_graphs() -> None:
     before = counters["stats"]["unique_graphs"]
     for i in range(14):
         mask = random_mask(Q_LEN, 300 + 90 * i, 1 + i % 4, seed=i)
-        capacity = kv_capacity(mask.kv_len)
+        capacity = Flex().capacity(mask.kv_len)
         qkv = inputs(Q_LEN, capacity, torch.float32, dim=32, v_dim=16, seed=i)
         compare(qkv, spans(mask, capacity), 2e-5)
     assert counters["stats"]["unique_graphs"] - before <= 2

@@ -137,14 +137,6 @@ class Kernel:
     def check_device(self, device: torch.device, score_mod: ScoreMod | None) -> None:
         """Raise ``ValueError`` unless the kernel runs on ``device``, with ``score_mod`` where one is given."""
 
-    def check_max_logit(self, device: torch.device, score_mod: ScoreMod | None) -> None:
-        """Raise ``ValueError`` unless `max_logit` works on ``device``, with ``score_mod`` where one is given."""
-        if device.type != "cpu" or score_mod is not None:
-            raise ValueError(
-                f"AuxRequest(max_logit=True) needs kernel='flex' on CUDA, or the CPU without a score_mod; got "
-                f"kernel={self.name!r} on {device} and score_mod={score_mod}"
-            )
-
     def check(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
     ) -> None:
@@ -153,8 +145,12 @@ class Kernel:
         Args:
             chunk: the chunk of the rank's own keys, k and v.
         """
-        if max_logit:
-            self.check_max_logit(q.device, options.score_mod)
+        default = type(self).max_logit is Kernel.max_logit
+        if max_logit and default and (q.device.type != "cpu" or options.score_mod is not None):
+            raise ValueError(
+                f"AuxRequest(max_logit=True) needs kernel='flex' on CUDA, or the CPU without a score_mod; got "
+                f"kernel={self.name!r} on {q.device} and score_mod={options.score_mod}"
+            )
         if self.table_type is not None and not isinstance(chunk.tables, self.table_type):
             raise ValueError(
                 f"kernel {self.name!r} needs {self.table_type.__name__} in the rank plan: build it with "

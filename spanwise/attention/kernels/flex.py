@@ -1,7 +1,8 @@
 """Span-masked attention on torch's FlexAttention, for CUDA.
 
 The spans reach the kernel as tensors that its mask_mod reads, and the non-empty blocks as `FlexTables`. So one
-compiled kernel serves every mask of the same shapes. Letters of shapes: see `base`.
+compiled kernel serves every mask of the same shapes. Letters of shapes: see `base`; A is the number of query blocks, C
+the number of key blocks.
 """
 
 from __future__ import annotations
@@ -14,17 +15,58 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 
 from spanwise import _torch
-from spanwise.attention.kernels._flex_tables import BLOCK_SIZE, FlexTables, Mod, block_mask, kv_capacity, pad_spans
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
 from spanwise.attention.kernels.merge import Part, not_saving, part_of
 from spanwise.masks.blocks import block_tables
 from spanwise.masks.span_mask import SpanMask
 
+Mod = Callable[..., Tensor]
+BLOCK_SIZE = 128  # tokens of a block, in both directions
 _MIN_CUDA_HEAD_DIM = 16
 _HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexTables:
+    """Non-empty blocks of a span mask, as FlexAttention's ``BlockMask`` lists them; a pytree of int32 tensors.
+
+    A *full* block is read in every cell that exists, so the kernel skips the mask there; *partial* blocks are the
+    other non-empty ones. The mask must be over the whole K/V buffer (`Flex.capacity`): the last block of a shorter one
+    may be full although its spare rows must not be read.
+
+    Attributes:
+        kv_num_blocks: ``[B or 1, 1, A]``, partial key blocks of each query block.
+        kv_indices: ``[B or 1, 1, A, C]``, which ones; the first ``kv_num_blocks`` entries count.
+        full_kv_num_blocks, full_kv_indices: the same for full blocks.
+        q_num_blocks: ``[B or 1, 1, C]``, partial query blocks of each key block, for the backward.
+        q_indices: ``[B or 1, 1, C, A]``.
+        full_q_num_blocks, full_q_indices: the same for full blocks.
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
+
+    @classmethod
+    def of(cls, mask: SpanMask, device: torch.device | str = "cpu") -> FlexTables:
+        """The blocks of a mask on ``device``, marked for torch.compile as varying in the number of key blocks."""
+        blocks, made = block_tables(mask, BLOCK_SIZE), {}
+        for name in (field.name for field in dataclasses.fields(cls)):
+            made[name] = torch.tensor(getattr(blocks, name), dtype=torch.int32).to(device)
+            if "kv_num" not in name:
+                _torch.mark_dynamic(made[name], 3 if "kv" in name else 2)
+        return cls(**made)
+
+
+_torch.register_pytree_dataclass(FlexTables)
 
 
 class Flex(Kernel):
@@ -40,13 +82,15 @@ class Flex(Kernel):
     table_type = FlexTables
 
     def tables(self, mask: SpanMask, device: torch.device) -> FlexTables:
-        return FlexTables.from_numpy(block_tables(mask, BLOCK_SIZE), device)
+        return FlexTables.of(mask, device)
 
     def capacity(self, num_keys: int) -> int:
-        return kv_capacity(num_keys)
+        """Whole blocks, which spare the kernel its bounds checks; two at least, as sizes 0 and 1 make graphs."""
+        return max(2, -(-num_keys // BLOCK_SIZE)) * BLOCK_SIZE
 
     def num_spans(self, num_spans: int) -> int:
-        return pad_spans(num_spans)
+        """1, 4, 8, 16, …: the kernel unrolls its loop over spans, so that each number is a graph. Most masks have 1."""
+        return 1 if num_spans <= 1 else max(4, 1 << (num_spans - 1).bit_length())
 
     def check_device(self, device: torch.device, score_mod: ScoreMod | None) -> None:
         if device.type == "cpu":
@@ -54,9 +98,6 @@ class Flex(Kernel):
                 "kernel 'flex' runs on CUDA, the tensors are on cpu: torch's FlexAttention has no backward there; use "
                 "kernel='sdpa' on the CPU, or 'reference' with a score_mod"
             )
-
-    def check_max_logit(self, device: torch.device, score_mod: ScoreMod | None) -> None:
-        """It always works."""
 
     def check(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, options: AttentionOptions, *, max_logit: bool = False
@@ -160,10 +201,15 @@ def _largest(q: Tensor, k: Tensor, chunk: Chunk, q_pos: Tensor, options: Attenti
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions, request: AuxRequest
 ) -> tuple[Tensor, AuxOutput]:
+    tables = {field.name: getattr(chunk.tables, field.name) for field in dataclasses.fields(chunk.tables)}
     return flex_attention(
         q, k, v,
         score_mod=_score_mod(options, q_pos, chunk.kv_pos),
-        block_mask=block_mask(q.shape[2], k.shape[2], chunk.tables, _mask_mod(chunk.start, chunk.end)),
+        # The constructor, not from_kv_blocks, which derives the transposed tables, densely.
+        block_mask=BlockMask(
+            (q.shape[2], k.shape[2]), **tables, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
+            mask_mod=_mask_mod(chunk.start, chunk.end),
+        ),
         scale=options.scale_for(q),
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=request,

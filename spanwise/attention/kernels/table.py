@@ -32,30 +32,13 @@ def resolve(kernel: str | Kernel, device: torch.device, score_mod: ScoreMod | No
         raise ValueError(f"no kernel was tested on device {device}; name one: kernel='reference' runs anywhere")
     if kernel == "auto" and device.type == "cpu" and score_mod is not None:
         return KERNELS["reference"]
-    chosen = _find(kernel, device)
+    chosen = find(kernel, device)
     chosen.check_device(device, score_mod)
     return chosen
 
 
-def for_plan(kernel: str | Kernel, device: torch.device) -> Kernel | None:
-    """The kernel whose tables a rank plan on ``device`` needs; None where a plan without tables will do.
-
-    Args:
-        kernel: as of `resolve`; the kernel need not run on the device.
-
-    Raises:
-        ValueError: unknown name.
-
-    >>> for_plan("auto", torch.device("cpu")) is None
-    True
-    >>> for_plan("auto", torch.device("cuda")).name
-    'flex'
-    """
-    chosen = _find(kernel, device)
-    return None if chosen.plain else chosen
-
-
-def _find(kernel: str | Kernel, device: torch.device) -> Kernel:
+def find(kernel: str | Kernel, device: torch.device) -> Kernel:
+    """The kernel that `resolve` would take, whether or not it runs on ``device``; ``ValueError`` for others."""
     if isinstance(kernel, Kernel):
         return kernel
     if kernel == "auto":
