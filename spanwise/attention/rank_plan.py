@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention import failure, ulysses
+from spanwise.attention import ulysses
 from spanwise.attention.call_log import Call
 from spanwise.attention.chunks import chunks_of, on_device
 from spanwise.attention.compare import Compared, mesh_ranks, record
@@ -217,9 +217,8 @@ def local_plan(
 ) -> RankPlan:
     """This rank's tensors on ``device``, after the plans of all ranks of ``mesh`` were compared.
 
-    A collective call: every rank of the mesh makes it, outside compiled code. Each call compares plans by one eager
-    gather of 16 bytes. The tensors are built once for each plan object. The result carries `mesh`, and calls that take
-    it need none.
+    A collective call: every rank of the mesh makes it, outside compiled code. The tensors are built once for each plan
+    object. The result carries `mesh`, and calls that take it need none.
 
     Args:
         mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
@@ -227,9 +226,9 @@ def local_plan(
         kernel: the kernel that will use them, as in `context_parallel_attention`; some need tables in the plan.
 
     Raises:
-        ValueError: mesh of another size, an unknown kernel, or ranks that hold different plans (all fingerprints are
-            in the text).
-        spanwise.MismatchError: a rank makes another call, as after a backward that it left out.
+        ValueError: mesh of another size, an unknown kernel.
+        spanwise.MismatchError: ranks hold different plans, or a rank makes another call, as after a backward that it
+            left out.
         spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import spanwise
@@ -335,26 +334,5 @@ def inner_group(mesh: DeviceMesh) -> str:
 
 
 def compare_fingerprints(call: str, fingerprint: str, mesh: DeviceMesh) -> None:
-    """Raise ``ValueError`` with all fingerprints on every rank of ``mesh`` if they differ. A collective.
-
-    It is a compared call itself, so that a rank that makes another one, as after a backward that it left out, is an
-    error at once.
-    """
-    record(Call(call), *mesh_ranks(mesh))
-    what = "all-gather of plan fingerprints"
-    everyone = None
-    for axis in reversed(range(mesh.ndim)):  # the last axis first, so that the result is in the order of ranks
-        group = mesh.get_group(axis)
-        device = _torch.comparison_device(group)
-        if everyone is None:
-            everyone = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8)
-        name = _torch.group_name(group)
-        pending = failure.start(what, name, _torch.start_all_gather, everyone.to(device), group.size(), name)
-        everyone = failure.wait(pending, what, name)
-    assert everyone is not None
-    prints = [bytes(row).hex() for row in everyone.view(mesh.size(), -1).tolist()]
-    if len(set(prints)) > 1:
-        held = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(prints))
-        raise ValueError(
-            f"ranks made different plans: {held}. Make the plan from the same mask and arguments on every rank"
-        )
+    """Compare a call that takes the plan of this fingerprint with those of the other ranks of ``mesh``."""
+    record(Call(call, fresh=("plan", fingerprint)), *mesh_ranks(mesh))

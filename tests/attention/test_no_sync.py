@@ -33,7 +33,7 @@ NOT_HOT = {
 }
 # Functions that run before any step, when plans, rank plans or modules are made, or a step is compiled.
 PLAN_TIME = {
-    "attention/rank_plan.py": {"build", "local_plan", "compare_fingerprints"},
+    "attention/rank_plan.py": {"build", "local_plan"},
     "attention/context_parallel.py": {"_check_module", "_probe_mask"},
     "attention/ulysses.py": {"trade_of"},
     "attention/kernels/flex.py": {"of"},

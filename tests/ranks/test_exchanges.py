@@ -17,6 +17,7 @@ from spanwise.attention import rank_plan
 from tests.oracle import chunk_of, make_problem
 from tests.pairs import covering, named
 from tests.ranks.calls import CU_SEQLENS, EXCHANGES, HOSTS, LENGTH, errors, leaves_of, mesh_of, step
+from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 DOCUMENTS = SpanMask.documents(CU_SEQLENS)
@@ -272,38 +273,29 @@ PACKINGS = [spanwise.Packing(cu, cu_seqlens_q_padded=padded) for cu, padded in (
 )]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])  # one valid token less, others, one empty sequence more: the same mask
-@pytest.mark.parametrize("axes", [2, (2, 2)])
-def test_ranks_whose_cu_seqlens_differ(axes: Any, number: int, started: list[str]) -> None:
-    plans = [spanwise.make_plan(x.mask(), axes, packing=x, balancer="lpt", block_size=8) for x in PACKINGS]
-    ranks = plans[0].num_ranks
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> str:
-        plan = plans[number if rank == ranks - 1 else 0]
-        x = torch.ones(plan.layout.num_tokens(rank), 4, 8)
-        with pytest.raises(ValueError, match="different plans") as error:
-            spanwise.packed_attention(x, x, x, plan, mesh)
-        return str(error.value)
-
-    for text in run_ranks(ranks, on_rank, **mesh_of(plans[0])):
-        assert f"rank {ranks - 1} has {plans[number].fingerprint}" in text, text
-        assert f"rank 0 has {plans[0].fingerprint}" in text, text
-    assert started == []
+def differing(rank: int, mesh: DeviceMesh, plans: list[spanwise.Plan]) -> str:
+    """The first plan on all ranks, then the second on the last one."""
+    q = torch.zeros(1, 2, plans[0].layout.num_tokens(rank), 8)
+    assert spanwise.context_parallel_attention(q, q, q, plans[0], mesh).shape == q.shape
+    plan = plans[rank == mesh.size() - 1]
+    q = torch.zeros(1, 2, plan.layout.num_tokens(rank), 8)
+    with pytest.raises(ValueError, match="ranks disagree on call") as error:
+        spanwise.context_parallel_attention(q, q, q, plan, mesh)
+    return str(error.value)
 
 
-def test_plans_that_were_equal_once_may_differ_later() -> None:
-    """Both plans have been compared and found equal; then the ranks take different ones."""
-    plans = [spanwise.make_plan(DOCUMENTS, 2, balancer=name, block_size=17) for name in ("contiguous", "head_tail")]
-    assert plans[0].layout.tokens_per_rank.tolist() == plans[1].layout.tokens_per_rank.tolist()
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> None:
-        q = torch.zeros(1, 2, plans[0].layout.num_tokens(rank), 8)
-        for plan in plans:
-            spanwise.context_parallel_attention(q, q, q, plan, mesh)
-        with pytest.raises(ValueError, match="ranks made different plans"):
-            spanwise.context_parallel_attention(q, q, q, plans[rank], mesh)
-
-    run_ranks(2, on_rank)
+# One valid token less, others, one empty sequence more: the same mask.
+@pytest.mark.parametrize(("number", "axes"), [(1, 2), (2, (2, 2)), (3, 2)])
+def test_ranks_whose_cu_seqlens_differ(gloo_pool: GlooPool, number: int, axes: Any) -> None:
+    plans = [
+        spanwise.make_plan(x.mask(), axes, packing=x, balancer="lpt", block_size=8)
+        for x in (PACKINGS[0], PACKINGS[number])
+    ]
+    shape = {} if axes == 2 else {"mesh_shape": axes, "mesh_dim_names": ("outer", "inner")}
+    for text in gloo_pool.run(plans[0].num_ranks, differing, plans, **shape):
+        assert all(
+            f"plan.local(plan {plan.fingerprint}" in text or f"plan {plan.fingerprint}" in text for plan in plans
+        )
 
 
 @pytest.mark.parametrize("way", EXCHANGES, ids=named)

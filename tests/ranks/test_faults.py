@@ -208,7 +208,7 @@ STEPS = {
         marks=() if (i, j) in QUICK and (ranks == 3) == (i % 2 == 0) else SLOW)
        for i, exchange in enumerate(EXCHANGES) for j, order in enumerate(ORDERS) for before, ranks in ((0, 2), (4, 3))},
     "a plan for each step": Step("attention", "p f b0", "p f", 4, ("rank 0: backward of context_parallel",
-                                                                   r"rank 1: plan.local\(\)")),
+                                                                   r"rank 1: plan.local\(")),
     "two known plans": Step("attention", "f b0 g b1", "g b0 g b1", 8, ("rank 1: plan ",), 3),
     **{f"one of two axes after {n}": Step("attention", "f b0", "n b0", n, ("ranks 0, 2, 3: ", "mask near"), 4,
                                           mesh=LEVELS) for n in (0, 8)},
