@@ -147,6 +147,14 @@ def pieces() -> str:
     return table(["graph, batch", "whole", "bound", "floor", "in pieces", "pieces"], body)
 
 
+def offload() -> str:
+    body = []
+    for row in (row for row in load("overlap-offload")["rows"] if row["layers"] == 8):
+        times = [f"{row[key]:.1f}" for key in ("pytorch", "spanwise", "floor")]
+        body.append([f"{row['percent']} %", *times, f"{row['bytes'] / 1e9:.2f}"])
+    return table(["budget", "PyTorch's rule", "spanwise", "floor", "GB that leave"], body)
+
+
 SHOWN = ("spanwise / own", "spanwise / PyTorch", "spanwise / greedy", "spanwise, buckets / PyTorch, buckets",
          "spanwise / bound", "PyTorch / bound")  # fmt: skip
 
@@ -311,6 +319,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "overlap": overlap,
     "pieces": pieces,
     "noise": noise,
+    "offload": offload,
     "overlap link": overlap_link,
     "zoo": zoo,
     "pieces over a link": lambda: overlap_link("overlap-link-split-cpu"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,6 +155,15 @@ def copy_module(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     made = _LazyGraphModule(gm, copy_graph(gm.graph), type(gm).__name__)
     made.meta = dict(gm.meta)
     return made
+
+
+def activation_offloads() -> Any:
+    """Operators that copy tensors to pinned memory of the host and back; ``NotImplementedError`` without them."""
+    try:
+        importlib.import_module("torch._functorch._activation_offloading.offload_ops")
+    except ImportError as error:
+        raise NotImplementedError(f"torch {torch.__version__} has no operators for offload=True") from error
+    return torch.ops.ao
 
 
 def propagate_fake(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -78,6 +78,8 @@ def backend(
         raise ValueError(f"a backend takes dynamic_size=, one number for all symbols; got sizes={options['sizes']!r}")
     if type(dynamic_size) is not int or dynamic_size < 1:
         raise ValueError(f"dynamic_size must be a whole number of at least 1, got {dynamic_size!r}")
+    if options.get("offload"):
+        raise ValueError("offload=True needs forward and backward in one graph: use overlap.optimize or graph_pass")
     check_options(**options)
     return Backend(name, cost, options, dynamic_size, on_result or (lambda result: None))
 

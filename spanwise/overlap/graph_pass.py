@@ -36,9 +36,10 @@ def graph_pass(
     """A pass ``(gm, example_inputs) -> gm`` that hides the collectives of a graph behind compute.
 
     The graph is one of ATen operators with functional collectives: of a forward, a backward, both, or a whole step with
-    its optimizer. It does not change; the result is a copy. A graph without collectives is returned as it is. Where
-    process groups exist, the copy begins with a comparison of the ranks' schedules, as with `backend`: ``ValueError``
-    at its first run if they differ, or if a rank could not schedule its graph or its `on_result` raised.
+    its optimizer. It does not change; the result is a copy. A graph without collectives is returned as it is, except
+    with ``offload=True``. Where process groups exist, the copy begins with a comparison of the ranks' schedules, as
+    with `backend`: ``ValueError`` at its first run if they differ, or if a rank could not schedule its graph or its
+    `on_result` raised.
 
     Compilers that run after the pass may reorder again. Inductor does; `backend` makes it keep the order.
 
@@ -71,7 +72,7 @@ def graph_pass(
     def spanwise_overlap_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
         if not isinstance(gm, fx.GraphModule):
             raise TypeError(f"a graph pass takes an fx.GraphModule of ATen operators, got {type(gm).__name__}")
-        if not any(map(is_start, gm.graph.nodes)):
+        if not (any(map(is_start, gm.graph.nodes)) or options.get("offload")):
             return gm
         with consensus.failure_reported(gm):
             given = _torch.copy_module(gm)

@@ -26,6 +26,7 @@ from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.fx.sizes import Sizes, assumed, check_sizes, has_symbols
 from spanwise.overlap.fx.values import NO_VALUE
+from spanwise.overlap.offload import Offloaded, choices, with_copies
 from spanwise.overlap.quotient import Quotient, alone, joined
 from spanwise.overlap.search import default_budget, default_effort, schedule
 from spanwise.overlap.split.choose import Split, described, find_split
@@ -38,6 +39,7 @@ def optimize(
     memory_budget: int | None = None,
     bucket: bool = True,
     split: bool = False,
+    offload: bool = False,
     multiplier: float = 1.0,
     effort: int | None = None,
     sizes: Sizes | None = None,
@@ -57,6 +59,9 @@ def optimize(
         split: whether collectives of activations may be cut into pieces along the tokens, together with the token-wise
             compute next to them, where that makes the step shorter. Results may round differently. `cost` must price
             nodes that are not in `gm`, as a `CostModel` does. Graphs with symbolic sizes are not cut.
+        offload: whether activations may wait in the host's memory between forward and backward, where the step does
+            not fit `memory_budget` otherwise or is shorter so. `gm` has both; `cost` must price the copies, as a
+            `CostModel` does. Not together with `split` or symbolic sizes.
         multiplier: factor on the time of collectives during the search, for costs that are guesses.
         effort: most orders to try; default: `search.default_effort`. More never find a longer one without buckets.
         sizes: numbers for symbolic sizes while the graph is scheduled, by symbol (``{"s0": 4096}``), or one for all.
@@ -84,8 +89,12 @@ def optimize(
     """
     cost = as_cost(cost, links)
     options: dict[str, Any] = {"multiplier": multiplier, "effort": effort}
-    check_options(memory_budget=memory_budget, bucket=bucket, split=split, sizes=sizes, **options)
+    check_options(memory_budget=memory_budget, bucket=bucket, split=split, offload=offload, sizes=sizes, **options)
     gm = _with_merged_waits(gm)
+    if offload:
+        if memory_budget is None or split or (sizes is not None and has_symbols(gm)):
+            raise ValueError("offload=True needs a memory_budget, and neither split=True nor symbolic sizes")
+        return _offloaded(gm, cost, memory_budget, bucket, options)
     if sizes is None or not has_symbols(gm):
         result = _optimized(gm, cost, memory_budget, bucket, options)
         return _split(gm, cost, result, bucket, options) if split else result
@@ -109,6 +118,25 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options:
     trial = find_split(gm, cost, of_cut, whole.timeline)
     split = described(trial, whole.timeline, whole.bounds.makespan, arithmetic(gm))
     return dataclasses.replace(trial.result if trial else whole, before=whole.before, split=split)
+
+
+def _offloaded(gm: fx.GraphModule, cost: Cost, budget: int, bucket: bool, options: dict[str, Any]) -> Result:
+    """The shortest of the results for `gm` with each choice of activations in host memory, and with none."""
+    captured, best, error = _captured(gm, cost), None, None
+    try:
+        best = _optimized(gm, cost, budget, bucket, options)
+    except GraphError:
+        raise
+    except ValueError as no_order:
+        error = no_order
+    for chosen in choices(captured, budget):
+        result = _optimized(with_copies(gm, captured, chosen), cost, budget, bucket, options)
+        if best is None or result.timeline.makespan < best.timeline.makespan:
+            left = {captured.nodes[one.node].name: one.num_bytes for one in chosen}
+            best = dataclasses.replace(result, before=run(captured.dag), offloaded=Offloaded(left, result.before.dag))
+    if best is None:
+        raise ValueError(f"{error}; activations that are idle between forward and backward do not take so much")
+    return best
 
 
 def _optimized(
@@ -178,7 +206,7 @@ def _doubts(captured: Captured, cost: Cost) -> Doubts:
 
 def check_options(**given: Any) -> None:
     """``ValueError`` for options of `optimize` that no graph allows."""
-    for name in ("bucket", "split"):
+    for name in ("bucket", "split", "offload"):
         if not isinstance(given.get(name, True), bool):
             raise ValueError(f"{name} must be True or False, got {given[name]!r}")
     for name in ("memory_budget", "effort"):

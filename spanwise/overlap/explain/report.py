@@ -24,6 +24,7 @@ from spanwise.overlap.explain.reasons import Reason, hideable, reasons
 from spanwise.overlap.explain.trace import save_chrome_trace
 from spanwise.overlap.fx.operators import is_start, operator_name, tensors_of
 from spanwise.overlap.fx.sizes import Sizes, assumed
+from spanwise.overlap.offload import Offloaded
 from spanwise.overlap.split.choose import Split
 from spanwise.units import milliseconds, num_bytes
 
@@ -59,6 +60,7 @@ class Result:
         doubts: barriers, and costs that are guesses.
         sizes: numbers that symbolic sizes stood for; None if the graph has none.
         split: what was cut into pieces, or why nothing was; None without ``split=True``.
+        offloaded: what waits in the host's memory between forward and backward; None if nothing does.
         links: what process groups share under the assumption that was not made; None if they share nothing anyway.
     """
 
@@ -71,11 +73,14 @@ class Result:
     doubts: Doubts = Doubts()
     sizes: Sizes | None = None
     split: Split | None = None
+    offloaded: Offloaded | None = None
     links: Mapping[str, str] | None = None
 
     @property
     def given(self) -> Dag:
-        """The nodes that were scheduled, in their own order: of the given graph, or of that graph in pieces."""
+        """The nodes that were scheduled, in their own order: of the graph as given, in pieces, or with offloads."""
+        if self.offloaded is not None:
+            return self.offloaded.dag
         return self.before.dag if self.split is None or self.split.dag is None else self.split.dag
 
     def report(self, groups: Mapping[str, str] | None = None) -> str:
@@ -189,6 +194,7 @@ class Figures:
         budget: byte limit of the new order.
         barriers, guesses: operators that nothing crosses, and that have a cost which is a guess, with their counts.
         split: what was cut into pieces; None if nothing should be.
+        offloaded: bytes of each activation that waits in the host's memory.
         shared: whether groups share links here.
         other: makespans before and after under the other assumption; None if no groups could share any.
     """
@@ -200,6 +206,7 @@ class Figures:
     barriers: dict[str, int] = dataclasses.field(default_factory=dict)
     guesses: dict[str, int] = dataclasses.field(default_factory=dict)
     split: Split | None = None
+    offloaded: Mapping[str, int] = dataclasses.field(default_factory=dict)
     shared: bool = False
     other: tuple[float, ...] | None = None
 
@@ -218,6 +225,7 @@ class Figures:
             "barriers": self.barriers,
             "guesses": self.guesses,
             **({} if self.split is None else {"split": self.split.as_dict()}),
+            **({"offloaded_bytes": dict(self.offloaded)} if self.offloaded else {}),
             **({} if self.other is None else {"makespan_of_other_links": self.other, "links_shared": self.shared}),
             "collectives": [one.as_dict() for one in self.collectives],
         }
@@ -304,6 +312,7 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
         barriers=dict(Counter(result.doubts.barriers)),
         guesses=dict(Counter(result.doubts.guesses)),
         split=split and dataclasses.replace(split, group=names.get(split.group, split.group)),
+        offloaded={} if result.offloaded is None else result.offloaded.num_bytes,
         shared=any(node.link for node in timeline.dag.nodes),
         other=other,
     )
@@ -338,6 +347,8 @@ def summary(found: Figures) -> dict[str, str]:
     if found.other is not None:
         how = "no groups shared links" if found.shared else "groups of a level of links ran one after the other"
         facts["links"] = f"{milliseconds(found.other[1])}, was {milliseconds(found.other[0])}, if {how}"
+    if found.offloaded:
+        facts["offloaded"] = f"{len(found.offloaded):,} activations, {num_bytes(sum(found.offloaded.values()))}"
     facts |= _split_text(found)
     if found.barriers:
         count = sum(found.barriers.values())
