@@ -1,23 +1,34 @@
-"""Random attention calls in words: masks, ranks, exchange, shapes, options. Imports nothing of spanwise.
-
-Hypothesis draws every number, so a failing case shrinks, is kept in the example database, and runs first the next time.
-"""
+"""One attention call as a record: its plan and inputs, one rank's part of it, and the comparison with one device."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from hypothesis import strategies as st
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
-from tests.properties.cells import MaskCase, cells
-from tests.properties.masks import Rng, cuts, random_batch, random_mask, random_packing
+import spanwise
+from spanwise import AuxRequest, Packing, Plan, SpanMask
+from tests.oracle import Inputs, expected
 
-EXCHANGES = ("needed", "all_gather", "hierarchical", "ring", "ulysses", "auto")
 STYLES = ("eager", "checkpoint", "selective", "offloaded", "inference first", "layers", "twice", "some")
 BALANCERS = ("contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local", "auto")
+
+#: Largest error of an entry by dtype, relative to the largest sum of absolute values of the terms of any entry (see
+#: `oracle.expected`). Rounding units: 1e-16, 6e-8, 2e-3 and 2e-4.
+TOLERANCES = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 1e-2, "float16": 1.25e-3}
+
+_SIDES: dict[str, Any] = {"out": "q", "lse": "q", "dq": "q", "dk": "kv", "dv": "kv"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +37,7 @@ class Case:
 
     Attributes:
         masks: by name; `mask` is the name of the one that the call takes.
+        packing: of the mask, for `packed_attention`.
         seed: of the tensors.
         batch: rows of the tensors; a mask of one row serves them all.
         levels: ``(outer, inner)`` ranks; inner 1 is a 1-D mesh.
@@ -38,12 +50,13 @@ class Case:
         sinks: logits a head that join the softmax; 0: none.
         lse, max_logit: whether the call asks for lse (with a cotangent) and max_logit.
         rank_plan: whether the call takes ``plan.local(…)`` instead of the plan.
-        style: how it is called: under a checkpoint, compiled, …; `build` has them.
+        style: how it is called: one of `STYLES`, or "compiled by" a backend.
         gradients: whether q, k and v require gradients.
     """
 
-    masks: dict[str, MaskCase]
+    masks: dict[str, SpanMask]
     mask: str = "default"
+    packing: Packing | None = None
     seed: int = 0
     batch: int = 1
     levels: tuple[int, int] = (1, 1)
@@ -70,145 +83,199 @@ class Case:
     style: str = "eager"
     gradients: bool = True
 
-    @functools.cached_property
-    def cells(self) -> np.ndarray:
-        """Which keys each row reads, bool ``[batch, q_len, kv_len]``."""
-        return cells(self.masks[self.mask])
-
-    @property
-    def q_len(self) -> int:
-        return self.cells.shape[1]
-
-    @property
-    def kv_len(self) -> int:
-        return self.cells.shape[2]
-
     @property
     def num_ranks(self) -> int:
         return self.levels[0] * self.levels[1]
 
-    @property
-    def packed(self) -> bool:
-        return self.masks[self.mask].kind == "packing"
 
-    def kinds(self) -> list[str]:
-        """What the case is one of; `pytest --hypothesis-show-statistics` counts them."""
-        options = [name for name in ("sinks", "lse", "softcap", "bias") if getattr(self, name)]
-        return [
-            f"mask {self.masks[self.mask].kind}",
-            f"{self.exchange} on {self.levels[0]} x {self.levels[1]} ranks",
-            f"balancer {self.balancer}",
-            f"{self.kernel} in {self.dtype}",
-            f"called {self.style}",
-            *(f"option {name}" for name in options),
-        ]
-
-
-@st.composite
-def attention_calls(draw: st.DrawFn, most_ranks: int, exchange: str) -> Case:
-    """A call on at most `most_ranks` ranks."""
-    return random_case(Rng(draw), most_ranks, exchange)
-
-
-def random_case(rng: Rng, most_ranks: int, exchange: str) -> Case:
-    """One case out of the numbers of `rng`."""
-    levels = _ranks(rng, most_ranks, exchange)
-    between = levels[0] if exchange != "ulysses" else 1  # groups between which K/V travel
-    q_len = _length(rng)
-    mask, masks, kv_len, batch, packed = _masks(rng, q_len, levels[0] * levels[1])
-    q_len = masks[mask].args["q_len"] if packed else q_len
-    square = q_len == kv_len and not (packed and _differs(masks[mask]))
-    dual = packed and _in_chunks(masks[mask], 2 * levels[0] * levels[1])
-    balancer = "dual_chunk" if dual and rng.random() < 0.8 else _balancer(rng, square)
-    stages = None
-    if exchange in ("needed", "auto") and rng.random() < 0.8:
-        stages = rng.choice([1, 2, 4])
-    keep_kv = [None, True, False][rng.integers(0, 3)]
-    if between == 1 and keep_kv is False:
-        keep_kv = None
-    heads = _heads(rng, levels[1] if exchange != "ulysses" else levels[0])
-    dims = [rng.integers(1, 17) for _ in range(2)]
-    return Case(
-        seed=rng.integers(0, 2**32), masks=masks, mask=mask, batch=batch, levels=levels,
-        host_size=rng.integers(2, 5), exchange=exchange, stages=stages, keep_kv=keep_kv, balancer=balancer,
-        block_size=rng.choice([1, 2, 3, 4, 8, 16, 128]),
-        cu_seqlens=cuts(rng, q_len, 4) if balancer == "per_document_head_tail" and not packed else None,
-        weighted=len(masks) > 1 and rng.random() < 0.5,
-        give_shape=rng.random() < 0.5, heads=heads,
-        dims=(dims[0], dims[1] if rng.random() < 0.5 else dims[0]), **_options(rng),
+def plan_of(case: Case) -> Plan:
+    outer, inner = case.levels
+    given: dict[str, Any] = {}
+    if case.give_shape or case.exchange == "auto":  # "auto" may take Ulysses only where it knows the heads
+        names = ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
+        given = dict(zip(names, (*case.heads, *case.dims), strict=True))
+    return spanwise.make_plan(
+        case.masks, outer if inner == 1 else case.levels, balancer=case.balancer, exchange=case.exchange,
+        hardware=spanwise.H100.with_host_size(case.host_size) if case.exchange == "hierarchical" else None,
+        stages=case.stages, keep_kv=case.keep_kv, block_size=case.block_size, cu_seqlens=case.cu_seqlens,
+        weights={name: 1 + 2 * i for i, name in enumerate(case.masks)} if case.weighted else None,
+        dtype=case.dtype, packing=case.packing, **given,
     )  # fmt: skip
 
 
-def _ranks(rng: Rng, most: int, exchange: str) -> tuple[int, int]:
-    """Ranks of both levels. Ulysses alone has one level here."""
-    if most > 1 and exchange in ("needed", "all_gather", "ring", "auto") and rng.random() < 0.25:
-        levels = [(2, 2), (1, 2), (1, 3), (2, 3), (3, 2), (2, 4), (4, 2)]
-        return rng.choice([pair for pair in levels if pair[0] * pair[1] <= most])
-    return rng.integers(1, most + 1), 1
+def padding_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which queries and which keys are padding, bool ``[q_len]`` and ``[kv_len]``."""
+    mask = case.masks[case.mask]
+    if case.packing is None:
+        return torch.zeros(mask.q_len, dtype=torch.bool), torch.zeros(mask.kv_len, dtype=torch.bool)
+    return torch.from_numpy(~case.packing.valid_q), torch.from_numpy(~case.packing.valid_kv)
 
 
-def _length(rng: Rng) -> int:
-    kind = rng.random()
-    if kind < 0.15:
-        return rng.integers(1, 9)
-    return rng.integers(9, 80) if kind < 0.92 else rng.integers(80, 300)
+def inputs_of(case: Case) -> Inputs:
+    """Whole random tensors of a case; no cotangent in padding."""
+    generator, dtype, mask = torch.Generator().manual_seed(case.seed), getattr(torch, case.dtype), case.masks[case.mask]
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    (q_heads, kv_heads), (dim, v_dim) = case.heads, case.dims
+    q, grad_out = draw(case.batch, q_heads, mask.q_len, dim), draw(case.batch, q_heads, mask.q_len, v_dim)
+    k, v = draw(case.batch, kv_heads, mask.kv_len, dim), draw(case.batch, kv_heads, mask.kv_len, v_dim)
+    grad_lse = draw(case.batch, q_heads, mask.q_len) * case.lse
+    padding = padding_of(case)[0]
+    grad_out[:, :, padding], grad_lse[:, :, padding] = 0, 0
+    sinks = {0: None, 1: (q_heads,)}.get(case.sinks, (q_heads, case.sinks))
+    return Inputs(q, k, v, grad_out, grad_lse, sinks and draw(*sinks))
 
 
-def _masks(rng: Rng, q_len: int, num_ranks: int) -> tuple[str, dict[str, MaskCase], int, int, bool]:
-    """Name of the mask, masks by name, keys, batch rows, and whether the sequences are packed."""
-    kind = rng.random()
-    if kind < 0.12:
-        multiple = 2 * num_ranks if rng.random() < 0.4 else None
-        mask = random_packing(rng, q_len, rng.random() < 0.4, multiple)
-        return "default", {"default": mask}, mask.args["kv_len"], 1, True
-    kv_len = q_len if rng.random() < 0.85 else rng.integers(1, 2 * q_len + 1)
-    batch = rng.choice([1, 2, 3], p=[0.6, 0.25, 0.15])
-    if batch > 1 and rng.random() < 0.6:
-        return "default", {"default": random_batch(rng, q_len, kv_len, batch)}, kv_len, batch, False
-    if rng.random() < 0.15:
-        masks = {name: random_mask(rng, q_len, kv_len) for name in ("local", "global")}
-        return rng.choice(list(masks)), masks, kv_len, batch, False
-    return "default", {"default": random_mask(rng, q_len, kv_len)}, kv_len, batch, False
+def poisoned(case: Case, inputs: Inputs) -> Inputs:
+    """The inputs with NaN in padding, which no rank may read."""
+    queries, keys = padding_of(case)
+    tensors = [x.clone() for x in inputs[:5]]
+    for x, padding in zip(tensors, (queries, keys, keys, queries, queries), strict=True):
+        x[:, :, padding] = torch.nan
+    return Inputs(*tensors, inputs.sinks)
 
 
-def _differs(packing: MaskCase) -> bool:
-    names = ("lens", "starts", "len")
-    return any(packing.args[f"q_{name}"] != packing.args[f"kv_{name}"] for name in names)
+def _score_mod(kind: str, heads: int) -> Callable[..., torch.Tensor]:
+    """As `tests.oracle.score_bias`."""
+    slopes = 0.3 / (torch.arange(heads, dtype=torch.float64) + 1)
+
+    def score_mod(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        slope = slopes.to(score.dtype)[h] * (1 + b if kind == "batch" else 1)
+        return score + slope * (kv_idx - q_idx) / 8 + 0.01 * q_idx.to(score.dtype)
+
+    return score_mod
 
 
-def _in_chunks(packing: MaskCase, multiple: int) -> bool:
-    edges = [x for side in ("q", "kv") for x in (*packing.args[f"{side}_starts"], packing.args[f"{side}_len"])]
-    return all(x % multiple == 0 for x in edges)
+def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy of a selective checkpoint."""
+    keep = op is torch.ops.spanwise.sdpa.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _balancer(rng: Rng, square: bool) -> str:
-    if not square:
-        return rng.choice(["contiguous", "auto"])
-    return rng.choice(BALANCERS, p=[0.16, 0.16, 0.12, 0.12, 0.12, 0.12, 0.1, 0.1])
+def _styled(style: str, call: Callable[..., Any], given: list[Any]) -> Any:
+    """Out and aux of ``call(*given)``, made as the style says."""
+    if style == "checkpoint":
+        return checkpoint(call, *given, use_reentrant=False)
+    if style == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_attention)
+        with set_checkpoint_early_stop(False):
+            return checkpoint(call, *given, use_reentrant=False, context_fn=contexts)
+    if style == "offloaded":
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            return call(*given)
+    if style == "inference first":
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                assert not call(*(None if x is None else x.detach().clone() for x in given))[0].requires_grad
+    if style.startswith("compiled"):
+        torch._dynamo.reset()
+        return torch.compile(call, backend=style.removeprefix("compiled by "), fullgraph=True)(*given)
+    return call(*given)
 
 
-def _heads(rng: Rng, inner: int) -> tuple[int, int]:
-    """Query heads that `inner` ranks can share, and K/V heads."""
-    kv_heads, group = rng.integers(1, 4), rng.integers(1, 4)
-    while kv_heads * group % inner:
-        kv_heads, group = rng.integers(1, 9), rng.integers(1, 9)
-    return kv_heads * group, kv_heads
+def on_rank(rank: int, mesh: DeviceMesh | None, case: Case, plan: Plan, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """One rank's results by name: out, lse, max_logit and the gradients that the case asks for."""
+    sides: Any = ("q", "kv", "kv", "q", "q")
+    q, k, v, grad_out, grad_lse = (_shard(x, s, case, plan, mesh) for x, s in zip(inputs[:5], sides, strict=True))
+    wanted = [i for i in range(3) if case.gradients and (case.style != "some" or case.seed >> i & 1)]
+    leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
+    sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_(case.gradients)
+    attend: Any = spanwise.context_parallel_attention if case.packing is None else spanwise.packed_attention
+    given, where = (plan.local(mesh), None) if case.rank_plan else (plan, mesh)
+    score_mod = _score_mod(case.bias, case.heads[0]) if case.bias else None
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return attend(
+            q, k, v, given, where, mask_name=case.mask, scale=case.scale, kernel=case.kernel, score_mod=score_mod,
+            softcap=case.softcap, sinks=sinks, return_aux=AuxRequest(lse=case.lse, max_logit=case.max_logit),
+        )  # fmt: skip
+
+    pending = torch._C._distributed_c10d._get_work_registry_size()
+    other = call(*(x.detach().flip(-1).requires_grad_() for x in leaves), sinks)[0] if case.style == "layers" else None
+    out, aux = _styled(case.style, call, [*leaves, sinks])
+    found = {"out": out, **({"lse": aux.lse} if case.lse else {})}
+    learned = {name: leaves[i] for i, name in enumerate(("dq", "dk", "dv")) if i in wanted}
+    learned |= {"dsinks": sinks} if case.gradients and sinks is not None else {}
+    gradients = {}
+    if learned:
+        cotangents = [{"out": grad_out, "lse": grad_lse}[name].to(x.dtype) for name, x in found.items()]
+        of = functools.partial(torch.autograd.grad, list(found.values()), list(learned.values()))
+        if case.style == "twice":
+            of(cotangents, retain_graph=True)
+            grads = [x / 2 for x in of([2 * x for x in cotangents])]
+        else:
+            grads = of(cotangents)
+        gradients = dict(zip(learned, grads, strict=True))
+    if other is not None:
+        other.sum().backward()
+    # A started exchange that nobody waits for would keep its buffers until the process ends. Threads share the count.
+    own_process = mesh is not None and "gloo" in mesh.get_group(0).name()
+    assert not own_process or torch._C._distributed_c10d._get_work_registry_size() == pending
+    dsinks = gradients.pop("dsinks", None)
+    found |= gradients
+    if case.packing is not None:
+        found = {name: (x.transpose(0, 1) if x.dim() == 3 else x)[None] for name, x in found.items()}
+    found |= {} if dsinks is None else {"dsinks": dsinks}
+    if case.max_logit:
+        found["max_logit"] = aux.max_logit
+    return {name: x.detach() for name, x in found.items()}
 
 
-def _options(rng: Rng) -> dict[str, Any]:
-    """Options of the call that go together."""
-    change = rng.choice(["none", "softcap", "alibi", "batch"], p=[0.6, 0.2, 0.1, 0.1])
-    bias = change if change in ("alibi", "batch") else None
-    return {
-        "dtype": rng.choice(["float64", "float32", "bfloat16", "float16"], p=[0.5, 0.3, 0.1, 0.1]),
-        "kernel": rng.choice(["reference", "auto"] if bias else ["sdpa", "reference", "auto"]),
-        "scale": None if rng.random() < 0.7 else rng.choice([0.0, 0.4, -0.7, 1.5]),
-        "softcap": rng.choice([0.5, 3.0]) if change == "softcap" else None,
-        "bias": bias,
-        "sinks": rng.choice([0, 1, 2], p=[0.7, 0.2, 0.1]),
-        "lse": rng.random() < 0.6,
-        "max_logit": bias is None and rng.random() < 0.25,
-        "rank_plan": rng.random() < 0.7,
-        "style": "eager" if rng.random() < 0.4 else rng.choice(STYLES),
-        "gradients": rng.random() < 0.95,
-    }
+def _shard(x: torch.Tensor, side: Any, case: Case, plan: Plan, mesh: DeviceMesh | None) -> torch.Tensor:
+    """This rank's part of ``[B, H, T, D]`` or ``[B, H, T]``; of a packed case ``[T, H, D]`` or ``[H, T]``."""
+    dim = 2
+    if case.packing is not None:
+        x = x[0].transpose(0, 1) if x.dim() == 4 else x[0]
+        dim = 0 if x.dim() == 3 else 1
+    return spanwise.shard(plan, mesh, x, dim=dim, side=side)
+
+
+def check(case: Case, run: Callable[..., list[Any]]) -> None:
+    """Compare the results of every rank with dense float64 attention.
+
+    Args:
+        run: runs ``fn(rank, mesh, *args)`` on so many ranks, results by rank; as `run_ranks` and `GlooPool.run`.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
+    plan, inputs = plan_of(case), inputs_of(case)
+    outer, inner = case.levels
+    mesh = {"mesh_shape": (outer,)} if inner == 1 else {"mesh_shape": case.levels, "mesh_dim_names": ("outer", "inner")}
+    results = run(case.num_ranks, on_rank, case, plan, poisoned(case, inputs), **mesh)
+    visible = torch.from_numpy(case.masks[case.mask].dense())
+    whole = expected(inputs, visible, {name: getattr(case, name) for name in ("scale", "softcap", "bias")})
+    whole.values["lse"][:, :, padding_of(case)[0]] = -math.inf
+    # Rows without a key, and keys that no row reads, have results of exactly 0.
+    zeros = {"q": ~visible.any(2).expand(case.batch, -1), "kv": ~visible.any(1).expand(case.batch, -1)}
+    for rank, result in enumerate(results):
+        for name, got in result.items():
+            if name == "dsinks":
+                continue
+            side, want = _SIDES.get(name), whole.values[name]
+            if side is not None:
+                want = plan.shard(want, rank, dim=2, side=side)
+            _compare(f"rank {rank} {name}", got, want, whole.sizes[name])
+            if side is not None and name != "lse":
+                zero = plan.shard(zeros[side], rank, side=side)
+                assert not got.movedim(2, 1)[zero].any(), f"rank {rank} {name} is not 0 where the mask has no pair"
+    if "dsinks" in results[0]:
+        each = torch.stack([result["dsinks"] for result in results])
+        total = each.double().sum(0).to(each.dtype)
+        _compare("dsinks, summed over ranks,", total, whole.values["dsinks"], whole.sizes["dsinks"])
+
+
+def _compare(what: str, got: torch.Tensor, want: torch.Tensor, size: float) -> None:
+    """Errors relative to `size` are within the tolerance of the dtype; -inf is where it is expected."""
+    assert got.shape == want.shape, f"{what} has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    infinite = want == -math.inf
+    assert torch.equal(got == -math.inf, infinite), f"{what} is -inf at other places than expected"
+    difference = torch.where(infinite, 0.0, (got.double() - want).abs())
+    largest = float(difference.max()) if difference.numel() else 0.0
+    error = largest / max(size, 1e-30) if largest else 0.0
+    tolerance = TOLERANCES[str(got.dtype).removeprefix("torch.")]  # the lse of bfloat16 is float32
+    assert error <= tolerance, f"{what} differs by {largest:.3g}, {error:.3g} of its terms; at most {tolerance:g}"

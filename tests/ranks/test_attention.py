@@ -12,58 +12,60 @@ import pytest
 import torch
 
 import spanwise
-from spanwise import SpanMask
+from spanwise import Packing, SpanMask
 from tests.oracle import make_problem, relative_error
 from tests.pairs import covering, named
-from tests.properties.build import inputs_of, on_rank, plan_of
-from tests.properties.cases import BALANCERS, STYLES, Case
-from tests.properties.cells import MaskCase, cells
-from tests.properties.check import check
-from tests.ranks.calls import CU_SEQLENS, EXCHANGES, LENGTH, errors, heads_for, mesh_of, restored, step
+from tests.properties.cases import BALANCERS, STYLES, Case, check, inputs_of, on_rank, plan_of
+from tests.ranks.calls import CU_SEQLENS, EXCHANGES, LENGTH, heads_for, restored, step
 from tests.ranks.harness import run_ranks
 
 # ---------------------------------------------------------------- any two settings together
 
 
-def spans(seed: int, empty: float) -> MaskCase:
+def spans(seed: int, empty: float) -> SpanMask:
     """Any spans; so many rows are empty."""
     rng = np.random.default_rng(seed)
     start = rng.integers(0, LENGTH, LENGTH)
     end = np.where(rng.random(LENGTH) < empty, start, rng.integers(start, LENGTH + 1))
-    return MaskCase("spans", {"start": [start.tolist()], "end": [end.tolist()], "kv_len": LENGTH})
+    return SpanMask(start[None], end[None], LENGTH)
 
 
-def documents(cu_seqlens: list[int], window: list[int] | None = None, causal: bool = True) -> MaskCase:
-    return MaskCase("documents", {"cu_seqlens": cu_seqlens, "causal": causal, "window": window})
-
-
-def packing(lens: list[int], starts: list[int], length: int, **changes: Any) -> MaskCase:
-    """Sequences in storage with padding; `changes` are other lengths and places of keys, and what is read."""
-    args = {"q_lens": lens, "q_starts": starts, "q_len": length, "kv_lens": lens, "kv_starts": starts, "kv_len": length}
-    return MaskCase("packing", args | {"causal": True, "window": None, "align": "top_left"} | changes)
+def packing(
+    lens: list[int], starts: list[int], length: int, *, kv: tuple[list[int], list[int], int] | None = None, **reads: Any
+) -> tuple[SpanMask, Packing]:
+    """Sequences in storage with padding; `kv` are other lengths and places of keys."""
+    sides: dict[str, Any] = {}
+    for side, (side_lens, side_starts, rows) in {
+        "q": (lens, starts, length),
+        "kv": kv or (lens, starts, length),
+    }.items():
+        sides[f"cu_seqlens_{side}"] = np.cumsum([0, *side_lens])
+        sides[f"cu_seqlens_{side}_padded"], sides[f"{side}_len"] = [*side_starts, rows], rows
+    found = Packing(**sides)
+    return found.mask(**reads), found
 
 
 LENS = [0, 1, 13, 2, 0, 30, 21]
 # Slots of 48 rows, which every number of ranks here cuts in chunks; one holds padding alone.
-SLOTS = {"lens": [5, 0, 40, 48], "starts": [48, 96, 144, 192], "length": 288}
-OTHER_KEYS = {"kv_lens": [9, 4, 0, 20], "kv_starts": [0, 48, 96, 96], "kv_len": 144, "causal": False}
-MASKS = {
-    "causal": MaskCase("causal", {"seq_len": LENGTH}),
-    "full": MaskCase("full", {"q_len": LENGTH, "kv_len": LENGTH}),
-    "documents": documents(CU_SEQLENS),
-    "windows": documents(CU_SEQLENS, [3, 4], causal=False),
-    "two spans": MaskCase("block_causal", {"seq_len": LENGTH, "block_len": 8, "num_previous": 1, "global_tokens": 3}),
+SLOTS = [5, 0, 40, 48], [48, 96, 144, 192], 288
+DOCUMENTS = SpanMask.documents(CU_SEQLENS)
+MASKS: dict[str, SpanMask | tuple[SpanMask, Packing]] = {
+    "causal": SpanMask.causal(LENGTH),
+    "full": SpanMask.full(LENGTH),
+    "documents": DOCUMENTS,
+    "windows": SpanMask.documents(CU_SEQLENS, window=(3, 4), causal=False),
+    "two spans": SpanMask.block_causal(LENGTH, 8, num_previous=1, global_tokens=3),
     "random, empty rows": spans(0, 0.3),
     "nothing": spans(0, 1.0),
-    "three tokens": MaskCase("causal", {"seq_len": 3}),
-    "rows": MaskCase("stack", {}, (documents(CU_SEQLENS), documents([0, 40, LENGTH]), spans(1, 0.1))),
-    "cross": MaskCase("full", {"q_len": LENGTH, "kv_len": 41}),
+    "three tokens": SpanMask.causal(3),
+    "rows": SpanMask.stack([DOCUMENTS, SpanMask.documents([0, 40, LENGTH]), spans(1, 0.1)]),
+    "cross": SpanMask.full(LENGTH, 41),
     "packed": packing(LENS, [0, *itertools.accumulate(LENS[:-1])], LENGTH),
-    "padded": packing(LENS, [5, 5, 8, 25, 27, 31, 62], 90, window=[5, 0]),
-    "padded cross": packing(LENS, [5, 5, 8, 25, 27, 31, 62], 90, causal=False, align="bottom_right", window=[9, 3],
-                            kv_lens=[9, 4, 0, 1, 6, 3, 40], kv_starts=[0, 9, 15, 15, 16, 23, 30], kv_len=72),
-    "chunks": packing(**SLOTS),
-    "chunks cross": packing(**SLOTS, **OTHER_KEYS),
+    "padded": packing(LENS, [5, 5, 8, 25, 27, 31, 62], 90, window=(5, 0)),
+    "padded cross": packing(LENS, [5, 5, 8, 25, 27, 31, 62], 90, causal=False, align="bottom_right", window=(9, 3),
+                            kv=([9, 4, 0, 1, 6, 3, 40], [0, 9, 15, 15, 16, 23, 30], 72)),
+    "chunks": packing(*SLOTS),
+    "chunks cross": packing(*SLOTS, kv=([9, 4, 0, 20], [0, 48, 96, 96], 144), causal=False),
     "chunks of padding": packing([0, 0], [48, 96], 144),
 }  # fmt: skip
 PRECISIONS = [("reference", "float64"), ("sdpa", "float64"), ("sdpa", "float32"), ("sdpa", "bfloat16")]
@@ -103,27 +105,19 @@ class Setting(NamedTuple):
         return self.shape[0][0] % (outer if ulysses else inner) == 0
 
     def case(self) -> Case:
-        mask, (kernel, dtype), (heads, dims) = MASKS[self.mask], self.precision, self.shape
+        found, (kernel, dtype), (heads, dims) = MASKS[self.mask], self.precision, self.shape
+        mask, packed = found if isinstance(found, tuple) else (found, None)
         way = {name: value for name, value in self.way.items() if name != "hardware"}
-        length = cells(mask).shape[1]
-        if self.balancer == "per_document_head_tail" and mask.kind != "packing":
-            way["cu_seqlens"] = CU_SEQLENS if length == LENGTH else [0, length]
+        if self.balancer == "per_document_head_tail" and packed is None:
+            way["cu_seqlens"] = CU_SEQLENS if mask.q_len == LENGTH else [0, mask.q_len]
         return Case(
-            {"default": mask}, batch={"rows": 3, "causal": 2}.get(self.mask, 1), levels=self.levels,
+            {"default": mask}, packing=packed, batch={"rows": 3, "causal": 2}.get(self.mask, 1), levels=self.levels,
             balancer=self.balancer, kernel=kernel, dtype=dtype, heads=heads, dims=dims,
-            block_size=1 if length < 8 else 8, style=self.style, seed=len(self.mask), **way, **self.options,
+            block_size=1 if mask.q_len < 8 else 8, style=self.style, seed=len(self.mask), **way, **self.options,
         )  # fmt: skip
 
     def __str__(self) -> str:
-        parts = (
-            named(self.way),
-            self.levels,
-            self.mask,
-            self.balancer,
-            self.precision,
-            named(self.options),
-            self.style,
-        )
+        parts = [named(x) if isinstance(x, dict) else x for x in self if x is not self.shape]
         return "-".join(map(str, parts)).replace("'", "").replace(" ", "")
 
 
@@ -151,37 +145,33 @@ def test_matches_one_device(setting: Setting, request: pytest.FixtureRequest) ->
     check(setting.case(), run_ranks)
 
 
-def same_bits(case: Case) -> bool:
-    plan, inputs = plan_of(case), inputs_of(case)
-    mesh = mesh_of(plan)
-    first, second = (run_ranks(case.num_ranks, on_rank, case, plan, inputs, **mesh) for _ in range(2))
-    return all(torch.equal(one[name], other[name]) for one, other in zip(first, second, strict=True) for name in one)
-
-
 @pytest.mark.parametrize("way", EXCHANGES, ids=named)
 def test_two_runs_give_the_same_bits(deterministic: None, way: dict[str, Any]) -> None:
     setting = Setting(way, (4, 1), "padded", "lpt", ("sdpa", "float32"), {"sinks": 1, "max_logit": True}, SHAPES[3])
-    assert same_bits(setting.case())
+    case = setting.case()
+    given = case, plan_of(case), inputs_of(case)
+    for one, other in zip(*(run_ranks(4, on_rank, *given) for _ in range(2)), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 # ---------------------------------------------------------------- settings that no pair has
 
-WINDOWS = packing([8, 32], [0, 8], 40, causal=False, window=[4, 4])  # rank 1's position 4 of the short one reads 0 … 7
+WINDOWS = packing([8, 32], [0, 8], 40, causal=False, window=(4, 4))  # rank 1's position 4 of the short one reads 0 … 7
 IDLE = np.arange(LENGTH)
 IDLE[:50], IDLE[50:53] = 0, 47
-TWO = {"near": documents(CU_SEQLENS, [4, 0]), "far": MASKS["causal"]}
+TWO = {"near": SpanMask.documents(CU_SEQLENS, window=(4, 0)), "far": SpanMask.causal(LENGTH)}
 EXAMPLES = {
-    **{f"windows in chunks, {x}": Case({"default": WINDOWS}, levels=(2, 1), balancer=x, exchange=way, block_size=4)
+    **{f"windows in chunks, {x}": Case({"default": WINDOWS[0]}, packing=WINDOWS[1], levels=(2, 1), balancer=x,
+                                       exchange=way, block_size=4)
        for x, way in (("dual_chunk", "all_gather"), ("local", "ring"), ("contiguous", "ulysses"))},
     # A rank reads few keys elsewhere: they fit in one of three chunks, in which others receive too.
     **{f"idle in a chunk, keep_kv {keep}": Case(
-        {"default": MaskCase("spans", {"start": [IDLE.tolist()], "end": [list(range(1, LENGTH + 1))],
-                                       "kv_len": LENGTH})}, levels=(3, 1), stages=3, keep_kv=keep, block_size=4)
-       for keep in (True, False)},
+        {"default": SpanMask(IDLE[None], np.arange(1, LENGTH + 1)[None], LENGTH)}, levels=(3, 1), stages=3,
+        keep_kv=keep, block_size=4) for keep in (True, False)},
     **{f"mask {name} of two": Case(TWO, name, levels=(4, 1), balancer="lpt", block_size=4, weighted=True)
        for name in TWO},
-    "absorbed latents": Case({"default": MASKS["documents"]}, levels=(4, 1), heads=(4, 1), dims=(576, 512)),
-    "auto": Case({"default": MASKS["documents"]}, levels=(4, 1), exchange="auto", balancer="auto"),
+    "absorbed latents": Case({"default": DOCUMENTS}, levels=(4, 1), heads=(4, 1), dims=(576, 512)),
+    "auto": Case({"default": DOCUMENTS}, levels=(4, 1), exchange="auto", balancer="auto"),
 }  # fmt: skip
 
 
@@ -190,19 +180,8 @@ def test_examples(name: str) -> None:
     check(EXAMPLES[name], run_ranks)
 
 
-@pytest.mark.parametrize("exchange", ["needed", "ring"])
-def test_hosts_of_one_rank_each(exchange: str) -> None:
-    """The mesh has both axes, and no heads are traded."""
-    mask = SpanMask.documents(CU_SEQLENS)
-    problem = make_problem(mask.dense())
-    plan = spanwise.make_plan(mask, (3, 1), balancer="head_tail", exchange=exchange, block_size=8)
-    mesh = {"mesh_shape": (3, 1), "mesh_dim_names": ("outer", "inner")}
-    for rank, got in enumerate(run_ranks(3, lambda rank, mesh: step(plan, mesh, problem), **mesh)):
-        assert max(errors(plan, rank, problem, got)) <= 1e-10
-
-
 # TransformerEngine's matrix: dtype, padding, heads, head dims, what is read, ranks, exchange.
-TE_READS = [(True, None), (False, None), (True, [512, 0]), (False, [512, 512]), (True, [128, 0])]
+TE_READS = [(True, None), (False, None), (True, (512, 0)), (False, (512, 512)), (True, (128, 0))]
 TE_CELLS = covering(
     ["float32", "bfloat16"], [False, True], [(12, 12), (32, 4), (12, 2)], [(64, 64), (128, 128), (192, 128)], TE_READS,
     [(2, 1), (4, 1), (2, 2)], ["all_gather", "needed", "ring", "ulysses"],
@@ -226,10 +205,10 @@ def test_transformer_engines_matrix(number: int) -> None:
     long = int(rng.integers(520, 601) if window and window[0] == 512 else rng.integers(64, 257))
     lens = [long, 0 if number % 8 in (0, 3) else int(rng.integers(0, 257))][:: 1 if number % 2 else -1]
     slots = [-(-n // 8) * 8 for n in lens] if padded else lens
-    mask = packing(lens, [0, slots[0]], sum(slots), causal=causal, window=window)
+    mask, packed = packing(lens, [0, slots[0]], sum(slots), causal=causal, window=window)
     balancer = "dual_chunk" if padded else ["head_tail", "lpt", "local", "contiguous"][number % 4]
     options: Any = {"exchange": exchange, "balancer": balancer, "dtype": dtype, "heads": heads, "dims": dims}
-    check(Case({"default": mask}, levels=levels, block_size=32, **options), run_ranks)
+    check(Case({"default": mask}, packing=packed, levels=levels, block_size=32, **options), run_ranks)
 
 
 # ---------------------------------------------------------------- rounding

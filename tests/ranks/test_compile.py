@@ -19,8 +19,7 @@ from spanwise import SpanMask
 from spanwise.attention.rank_plan import build
 from tests.oracle import make_problem, relative_error
 from tests.pairs import covering, named
-from tests.properties.build import keep_attention
-from tests.properties.check import check
+from tests.properties.cases import check, keep_attention
 from tests.ranks.calls import EXCHANGES, HOSTS, errors, leaves_of, step
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks

@@ -12,22 +12,23 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise import SpanMask
 from spanwise.attention.kernels import flex as flex_module
-from tests.properties.build import on_rank
-from tests.properties.cases import Case
-from tests.properties.cells import MaskCase
-from tests.properties.check import check
+from tests.properties.cases import Case, check, on_rank
 from tests.ranks.gloo import GlooPool
-from tests.ranks.test_attention import documents, packing
+from tests.ranks.test_attention import packing
 
 LENGTH = 300  # not a whole number of blocks on any rank
+PADDED = packing([5, 0, 100], [0, 16, 32], 150)
 CASES = {
-    "all_gather": Case({"default": documents([0, 30, 31, 170, LENGTH])}, exchange="all_gather", balancer="head_tail"),
-    "needed": Case({"default": documents([0, 130, LENGTH], [40, 3], causal=False)}, stages=2, balancer="lpt"),
+    "all_gather": Case({"default": SpanMask.documents([0, 30, 31, 170, LENGTH])}, exchange="all_gather",
+                       balancer="head_tail"),
+    "needed": Case({"default": SpanMask.documents([0, 130, LENGTH], window=(40, 3), causal=False)}, stages=2,
+                   balancer="lpt"),
     # The last block of keys is full, but for spare keys behind it.
-    "refetched": Case({"default": MaskCase("full", {"q_len": LENGTH, "kv_len": LENGTH})}, stages=2, keep_kv=False),
-    "padded": Case({"default": packing([5, 0, 100], [0, 16, 32], 150)}, balancer="lpt", exchange="ring"),
-}
+    "refetched": Case({"default": SpanMask.full(LENGTH)}, stages=2, keep_kv=False),
+    "padded": Case({"default": PADDED[0]}, packing=PADDED[1], balancer="lpt", exchange="ring"),
+}  # fmt: skip
 
 
 def on_flex(rank: int, mesh: DeviceMesh, case: Case, *given: Any) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
-from spanwise import TokenTree
+from spanwise import SpanMask, TokenTree
 from tests.pairs import covering
 from tests.ranks.harness import run_ranks
 
@@ -35,23 +36,17 @@ def rollouts(seed: int) -> list[np.ndarray]:
     return [*found, found[0], found[0][:0]]
 
 
-class Weights(NamedTuple):
-    embed: torch.Tensor
-    qkv: torch.Tensor
-    out: torch.Tensor
-    head: torch.Tensor
-
-
-def weights(dtype: torch.dtype) -> Weights:
+def weights(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of the embedding, of q, k and v in two layers, of their outputs, and of the head."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(VOCAB, WIDTH), (2, 3, WIDTH, WIDTH), (2, WIDTH, WIDTH), (VOCAB, WIDTH)]
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5 for shape in shapes)
-    return Weights(*(x.to(dtype).requires_grad_() for x in drawn))
+    return [x.to(dtype).requires_grad_() for x in drawn]
 
 
-def hidden_states(w: Weights, ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+def hidden_states(w: list[torch.Tensor], ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
     """Two layers of attention with rotated queries and keys; ids and positions ``[1, T]``."""
-    x = F.embedding(ids, w.embed)
+    x = F.embedding(ids, w[0])
     angle = positions[:, None, :, None].to(x.dtype) * torch.linspace(0.1, 1, HEADS, dtype=x.dtype)[:, None, None]
     turn = torch.cat([angle.cos(), angle.sin()], -1)  # [1, heads, T, 2]
 
@@ -59,7 +54,7 @@ def hidden_states(w: Weights, ids: torch.Tensor, positions: torch.Tensor, attend
         (a, b), (cos, sin) = q.unbind(-1), turn.unbind(-1)
         return torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
 
-    for qkv, out in zip(w.qkv, w.out, strict=True):
+    for qkv, out in zip(w[1], w[2], strict=True):
         q, k, v = ((x @ y).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for y in qkv)
         x = x + attend(rotated(q), rotated(k), v).transpose(1, 2).flatten(2) @ out
     return x
@@ -81,35 +76,42 @@ class Expected(NamedTuple):
 
 
 @functools.cache
-def expected(seed: int) -> Expected:
+def expected() -> Expected:
     """Each sequence alone, in float64: the weighted mean of losses, the log-probabilities, and gradients of both."""
-    sequences, rng, w = rollouts(seed), np.random.default_rng(seed), weights(torch.float64)
+    sequences, rng, w = rollouts(0), np.random.default_rng(0), weights(torch.float64)
     own = [rng.random(len(ids)) for ids in sequences]
     cotangents = [torch.from_numpy(rng.standard_normal(max(len(ids) - 1, 0))) for ids in sequences]
     logprobs = []
     for sequence in sequences:
         ids = torch.from_numpy(sequence)[None]
-        logits = hidden_states(w, ids, torch.arange(len(sequence))[None], causal) @ w.head.T
+        logits = hidden_states(w, ids, torch.arange(len(sequence))[None], causal) @ w[3].T
         logprobs.append(logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0])
     count = sum(x[1:].sum() for x in own)
     loss = -sum((torch.from_numpy(x[1:]) * y).sum() for x, y in zip(own, logprobs, strict=True)) / count
     loss_grads = torch.autograd.grad(loss, w, retain_graph=True)
     some = [(x, c) for x, c in zip(logprobs, cotangents, strict=True) if len(x)]
     logprob_grads = torch.autograd.grad([x for x, _ in some], w, [c for _, c in some])
-    return Expected(
-        sequences, own, cotangents, loss.detach(), [x.detach() for x in logprobs], loss_grads, logprob_grads
-    )
+    detached = [x.detach() for x in logprobs]
+    return Expected(sequences, own, cotangents, loss.detach(), detached, loss_grads, logprob_grads)
 
 
-def check(num_ranks: int, exchange: str, balancer: str, dtype: torch.dtype, kernel: str) -> None:
-    seed = 0
-    wanted = expected(seed)
+@pytest.mark.parametrize(
+    ("num_ranks", "exchange", "balancer", "precision"),
+    covering(
+        [1, 2, 3, 4], ["needed", "all_gather", "ring", "ulysses", "hierarchical"],
+        ["local", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"],
+        [(torch.float64, "reference"), (torch.float32, "sdpa")],
+    ),
+)  # fmt: skip
+def test_a_tree_is_every_sequence_alone(num_ranks: int, exchange: str, balancer: str, precision: Any) -> None:
+    wanted, (dtype, kernel) = expected(), precision
     found = spanwise.tree_from_sequences(wanted.sequences)
     tree, ids = found.tree, torch.from_numpy(found.ids)
-    roots = np.cumsum([0, *(tree.lengths[first:last].sum() for first, last in _trees(tree))])
+    roots = [*np.flatnonzero(tree.parents == -1).tolist(), tree.num_nodes]
+    offsets = np.cumsum([0, *(tree.lengths[first:last].sum() for first, last in itertools.pairwise(roots))])
     plan = spanwise.make_plan(
         tree.mask(), num_ranks, exchange=exchange, balancer=balancer, block_size=4, num_q_heads=HEADS,
-        head_dim=HEAD_DIM, cu_seqlens=roots if balancer == "per_document_head_tail" else None,
+        head_dim=HEAD_DIM, cu_seqlens=offsets if balancer == "per_document_head_tail" else None,
         hardware=spanwise.H100.with_host_size(2) if exchange == "hierarchical" else None,
     )  # fmt: skip
     of_targets = torch.from_numpy(found.weights(wanted.weights)).to(dtype)
@@ -123,13 +125,10 @@ def check(num_ranks: int, exchange: str, balancer: str, dtype: torch.dtype, kern
             return spanwise.context_parallel_attention(q, k, v, plan, mesh, kernel=kernel)
 
         hidden = hidden_states(w, batch["input_ids"], batch["position_ids"], attend)[0, edges.sources]
-        labels = ids[edges.targets]
-        loss = spanwise.linear_cross_entropy(
-            hidden, w.head, labels, loss_mesh=mesh, weights=of_targets[edges.targets], chunk=5
-        )
-        same = spanwise.cross_entropy(hidden @ w.head.T, labels, mesh, weights=of_targets[edges.targets])
-        own = spanwise.token_logprobs(hidden, labels, vocab_weight=w.head)
-        whole = spanwise.unshard_edges(edges, mesh, own)
+        labels, own = ids[edges.targets], of_targets[edges.targets]
+        loss = spanwise.linear_cross_entropy(hidden, w[3], labels, loss_mesh=mesh, weights=own, chunk=5)
+        same = spanwise.cross_entropy(hidden @ w[3].T, labels, mesh, weights=own)
+        whole = spanwise.unshard_edges(edges, mesh, spanwise.token_logprobs(hidden, labels, vocab_weight=w[3]))
         logprobs = [whole[path[1:]] for path in found.paths]
         loss_grads = torch.autograd.grad(loss, w, retain_graph=True)
         some = [(x, c.to(dtype) / num_ranks) for x, c in zip(logprobs, wanted.cotangents, strict=True) if len(x)]
@@ -150,23 +149,6 @@ def check(num_ranks: int, exchange: str, balancer: str, dtype: torch.dtype, kern
     for i in range(4):  # averaged, as reducers do; and summed
         compare(sum(result[3][i] for result in results) / num_ranks, wanted.loss_grads[i])
         compare(sum(result[4][i] for result in results), wanted.logprob_grads[i])
-
-
-def _trees(tree: TokenTree) -> list[tuple[int, int]]:
-    roots = [*np.flatnonzero(tree.parents == -1).tolist(), tree.num_nodes]
-    return list(itertools.pairwise(roots))
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "exchange", "balancer", "precision"),
-    covering(
-        [1, 2, 3, 4], ["needed", "all_gather", "ring", "ulysses", "hierarchical"],
-        ["local", "contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "auto"],
-        [(torch.float64, "reference"), (torch.float32, "sdpa")],
-    ),
-)  # fmt: skip
-def test_a_tree_is_every_sequence_alone(num_ranks: int, exchange: str, balancer: str, precision: Any) -> None:
-    check(num_ranks, exchange, balancer, *precision)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 40])
@@ -218,41 +200,40 @@ def test_values_of_edges_and_their_adjoint(dtype: torch.dtype) -> None:
             assert torch.equal(grad, cotangents.double().sum(0)[:, edges.targets].to(dtype))
 
 
-def test_what_is_refused() -> None:
-    tree = TokenTree([-1, 0, 0], [3, 2, 2])
-    plan = spanwise.make_plan(tree.mask(), 1)
-    ids = torch.zeros(1, 7, dtype=torch.int64)
+def plan_of(mask: SpanMask, num_ranks: int = 1, **options: Any) -> spanwise.Plan:
+    return spanwise.make_plan(mask, num_ranks, block_size=1, **options)
 
-    def refused(match: str, call: Any) -> None:
-        with pytest.raises(ValueError, match=match):
-            call()
 
-    other = spanwise.make_plan(spanwise.SpanMask.causal(7), 1)
-    packing = spanwise.Packing([0, 7])
-    packed = spanwise.make_plan(packing.mask(), 1, packing=packing)
-    near = tree.mask() & spanwise.SpanMask.sliding_window(7, 1)
-    rows = spanwise.make_plan(spanwise.SpanMask.stack([tree.mask(), near]), 2, balancer="lpt", block_size=1)
-    refused("labels of a tree follow its edges", lambda: spanwise.shard_batch({"labels": ids}, plan, tree=tree))
-    refused("tokens 4 and 5 do not read each other.*tree=", lambda: spanwise.shard_batch({"input_ids": ids}, plan))
-    refused("give tree or cu_seqlens", lambda: spanwise.roll(ids, 1, plan, cu_seqlens=[0, 7], tree=tree))
-    refused("one token 1 before it.*got steps=-1.*shard_edges", lambda: spanwise.roll(ids, -1, plan, tree=tree))
-    refused("the tree has 3 tokens, the plan 7; padding can be one more root",
-            lambda: spanwise.shard_edges(TokenTree([-1], [3]), plan))  # fmt: skip
-    refused("the tree has 3 tokens",
-            lambda: spanwise.shard_batch({"x": ids}, plan.local(None), tree=TokenTree([-1], [3])))  # fmt: skip
-    refused(r"mask 'default' of the plan lets token 5 \(batch row 0\) read", lambda: spanwise.shard_edges(tree, other))
-    refused("a plan with a packing", lambda: spanwise.shard_edges(TokenTree([-1], [7]), packed))
-    refused("takes a Plan, .* got a RankPlan", lambda: spanwise.shard_edges(tree, plan.local(None)))
-    refused("needs their mesh", lambda: spanwise.shard_edges(tree, rows))
-    refused("lays out 2 batch rows differently.*TokenTree.pack",
-            lambda: run_ranks(2, lambda rank, mesh: spanwise.shard_edges(tree, rows, mesh)))  # fmt: skip
-    edges = spanwise.shard_edges(tree, plan)
-    refused(r"each of 6 edges, got \(7,\)",
-            lambda: spanwise.unshard_edges(edges, None, torch.zeros(7)))  # fmt: skip
-    refused("takes a real tensor, got torch.complex64",
-            lambda: spanwise.unshard_edges(edges, None, torch.zeros(6, dtype=torch.complex64)))  # fmt: skip
-    # A part of the tree's mask is fine, and so is padding as one more root.
-    window = spanwise.make_plan(tree.mask() & spanwise.SpanMask.sliding_window(7, 2), 1)
-    assert len(spanwise.shard_edges(tree, window).sources) == 6
-    padded = TokenTree.pack([tree, TokenTree([-1], [5])])
-    assert spanwise.shard_edges(padded, spanwise.make_plan(padded.mask(), 1)).num_tokens == 12
+TREE, SHORT = TokenTree([-1, 0, 0], [3, 2, 2]), TokenTree([-1], [3])
+PLAN, IDS = plan_of(TREE.mask()), torch.zeros(1, 7, dtype=torch.int64)
+PACKING, NEAR = spanwise.Packing([0, 7]), TREE.mask() & SpanMask.sliding_window(7, 1)
+PACKED = plan_of(PACKING.mask(), packing=PACKING)
+APART = plan_of(SpanMask.stack([TREE.mask(), NEAR]), 2, balancer="lpt")
+EDGES = spanwise.shard_edges(TREE, PLAN)
+WRONG: list[tuple[str, Callable[[], Any]]] = [
+    ("labels of a tree", lambda: spanwise.shard_batch({"labels": IDS}, PLAN, tree=TREE)),
+    ("tokens 4 and 5 .*tree=", lambda: spanwise.shard_batch({"input_ids": IDS}, PLAN)),
+    ("tree or cu_seqlens", lambda: spanwise.roll(IDS, 1, PLAN, cu_seqlens=[0, 7], tree=TREE)),
+    ("steps=-1", lambda: spanwise.roll(IDS, -1, PLAN, tree=TREE)),
+    ("3 tokens, the plan 7", lambda: spanwise.shard_edges(SHORT, PLAN)),
+    ("3 tokens", lambda: spanwise.shard_batch({"x": IDS}, PLAN.local(None), tree=SHORT)),
+    (r"'default' .* token 5 \(batch row 0\)", lambda: spanwise.shard_edges(TREE, plan_of(SpanMask.causal(7)))),
+    ("a packing", lambda: spanwise.shard_edges(TokenTree([-1], [7]), PACKED)),
+    ("RankPlan", lambda: spanwise.shard_edges(TREE, PLAN.local(None))),
+    ("needs their mesh", lambda: spanwise.shard_edges(TREE, APART)),
+    ("2 batch rows", lambda: run_ranks(2, lambda rank, mesh: spanwise.shard_edges(TREE, APART, mesh))),
+    (r"6 edges, got \(7,\)", lambda: spanwise.unshard_edges(EDGES, None, torch.zeros(7))),
+    ("complex64", lambda: spanwise.unshard_edges(EDGES, None, torch.zeros(6, dtype=torch.complex64))),
+]
+
+
+@pytest.mark.parametrize(("names", "call"), WRONG)
+def test_wrong_calls(names: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=names):
+        call()
+
+
+def test_a_part_of_the_mask_and_padding_as_a_root_are_taken() -> None:
+    assert len(spanwise.shard_edges(TREE, plan_of(TREE.mask() & SpanMask.sliding_window(7, 2))).sources) == 6
+    padded = TokenTree.pack([TREE, TokenTree([-1], [5])])
+    assert spanwise.shard_edges(padded, plan_of(padded.mask())).num_tokens == 12

@@ -1,15 +1,14 @@
-"""Shards, labels, positions, roll and the loss on threaded ranks, against the whole sequence on one device."""
+"""shard, unshard, roll and shard_batch on threaded ranks, against the whole sequence on one device."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
@@ -48,7 +47,7 @@ def plan_of(kind: str, num_ranks: int) -> spanwise.Plan:
 
 
 def offsets_of(kind: str) -> Any:
-    """What a call needs to be told: a packing knows its sequences."""
+    """The argument cu_seqlens of a call: a packing knows its sequences."""
     return None if kind in PACKINGS else ROWS if kind == "rows" else CU
 
 
@@ -59,10 +58,6 @@ def sequences(kind: str, side: str = "q") -> list[list[tuple[int, int]]]:
         starts, lens = getattr(packing, f"{side}_offsets")[:-1].tolist(), getattr(packing, f"{side}_lens").tolist()
         return [list(zip(starts, lens, strict=True))] * 2
     return [[(a, b - a) for a, b in itertools.pairwise(cu)] for cu in (ROWS if kind == "rows" else [CU, CU])]
-
-
-def length_of(plan: spanwise.Plan, side: str) -> int:
-    return plan.seq_len if side == "q" else plan.kv_len
 
 
 def rolled(x: torch.Tensor, found: list[list[tuple[int, int]]], shifts: int, fill: float) -> torch.Tensor:
@@ -90,34 +85,30 @@ AXES = (KINDS, [1, 2, 3, 4], ["q", "kv"], [0, 1])
 @pytest.mark.parametrize(
     ("kind", "ranks", "side", "dim", "rest"), covering(*AXES, [(), (3,), (5, 3)], possible=fits), ids=str
 )
-def test_unshard_undoes_shard_and_has_the_exact_adjoint(kind: str, ranks: int, side: Any, dim: int, rest: Any) -> None:
+def test_unshard_undoes_shard_and_both_have_exact_adjoints(
+    kind: str, ranks: int, side: Any, dim: int, rest: Any
+) -> None:
     plan = plan_of(kind, ranks)
-    length = length_of(plan, side)
+    length = plan.seq_len if side == "q" else plan.kv_len
     shape = (length, *rest) if dim == 0 else (2, length, *rest)
     x, cotangents = torch.randn(shape, dtype=torch.float64), torch.randn(ranks, *shape, dtype=torch.float64)
     ids = torch.arange(length).view(-1, *[1] * len(rest)).expand(shape)
 
     def on_rank(rank: int, mesh: DeviceMesh) -> tuple[torch.Tensor, ...]:
-        local = spanwise.shard(plan, mesh, x, dim, side=side).requires_grad_()
+        leaf = x.clone().requires_grad_()
+        local = spanwise.shard(plan, mesh, leaf, dim, side=side)
         full = spanwise.unshard(plan, mesh, local, dim, side=side)
-        full.backward(cotangents[rank])
+        grads = torch.autograd.grad(full, (local, leaf), cotangents[rank])
         given = plan.local(mesh) if side == "q" else plan
         mine = spanwise.shard(given, mesh, ids, dim, side=side)
-        return full.detach(), local.grad, mine, spanwise.unshard(given, mesh, mine, dim, side=side)
+        return full.detach(), *grads, mine, spanwise.unshard(given, mesh, mine, dim, side=side)
 
-    for rank, (full, grad, mine, whole_ids) in enumerate(run_ranks(ranks, on_rank)):
+    for rank, (full, grad, of_whole, mine, whole_ids) in enumerate(run_ranks(ranks, on_rank)):
         assert torch.equal(full, x) and torch.equal(whole_ids, ids)
         assert torch.equal(mine, plan.shard(ids, rank, dim, side=side))
         torch.testing.assert_close(grad, plan.shard(cotangents.sum(0), rank, dim, side=side))
-
-
-def test_shard_gradient_is_zero_elsewhere() -> None:
-    plan = plan_of("documents", 4)
-    x = torch.randn(2, LENGTH, requires_grad=True)
-    plan.shard(x, 1).sum().backward()
-    expected = torch.zeros(2, LENGTH)
-    expected[:, plan.layout.indices(1)] = 1
-    assert torch.equal(x.grad, expected)
+        assert torch.equal(plan.shard(of_whole, rank, dim, side=side), grad)
+        assert of_whole.count_nonzero() == grad.numel()  # zero elsewhere
 
 
 def test_shard_of_pytrees_integers_and_buffers_without_batch() -> None:
@@ -136,7 +127,7 @@ def test_shard_of_pytrees_integers_and_buffers_without_batch() -> None:
 def test_roll_and_its_gradient(kind: str, ranks: int, side: Any, dim: int, shifts: int) -> None:
     """What padding holds, in the input and in the gradient of the result's padding, goes nowhere."""
     plan, found = plan_of(kind, ranks), sequences(kind, side)
-    length = length_of(plan, side)
+    length = plan.seq_len if side == "q" else plan.kv_len
     valid = torch.zeros(2, length, dtype=torch.bool)
     for row, of_row in enumerate(found):
         for start, count in of_row:
@@ -163,11 +154,24 @@ def test_roll_and_its_gradient(kind: str, ranks: int, side: Any, dim: int, shift
             assert torch.equal(grad, plan.shard(reference.grad[row], rank, dim, side=side))
 
 
+def test_offsets_tell_where_documents_of_keys_are() -> None:
+    """Cross attention without a packing: the mask does not."""
+    plan = spanwise.make_plan(SpanMask.full(9, 14), 2)
+    x, expected = torch.arange(14), rolled(torch.arange(14)[None], [[(0, 5), (5, 9)]], -1, -1)[0]
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> torch.Tensor:
+        mine = spanwise.shard(plan, mesh, x, 0, side="kv")
+        return spanwise.roll(mine, -1, plan, mesh, [0, 5, 14], dim=0, fill_value=-1, side="kv")
+
+    for rank, got in enumerate(run_ranks(2, on_rank)):
+        assert torch.equal(got, plan.shard(expected, rank, 0, side="kv"))
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "side", "dim", "keys"), covering(*AXES[:2], ["q"], [0, 1], [False, True], possible=fits), ids=str
 )
 def test_labels_and_positions(kind: str, ranks: int, side: str, dim: int, keys: bool) -> None:
-    """Labels are shifted before the cut; tensors of the keys lie as their own layout says."""
+    """Labels are shifted before the cut; tensors of the keys lie as their own layout says; the rest passes through."""
     plan, found = plan_of(kind, ranks), sequences(kind)
     rows = slice(None) if dim else 0
     tokens, states = torch.randint(0, 50, (2, plan.seq_len)), torch.randn(2, plan.kv_len, 3)
@@ -176,7 +180,8 @@ def test_labels_and_positions(kind: str, ranks: int, side: str, dim: int, keys: 
         for start, count in of_row:
             row[start : start + count] = torch.arange(count)
     shifted, kept = (rolled(tokens, found, shifts, -100)[rows] for shifts in (-1, 0))  # padding alone is ignored
-    batch = {"input_ids": tokens[rows], "labels": tokens[rows]}
+    others: dict[str, Any] = {"scale": 0.5, "name": "a", "image": None, "n": torch.tensor(7)}
+    batch = {"input_ids": tokens[rows], "labels": tokens[rows]} | others
     options: dict[str, Any] = {"cu_seqlens": offsets_of(kind), "dim": dim}
     if keys and "cross" in kind:
         batch["states"], options["kv"] = states[rows], ["states"]
@@ -189,7 +194,8 @@ def test_labels_and_positions(kind: str, ranks: int, side: str, dim: int, keys: 
 
     for rank, (got, ready) in enumerate(run_ranks(ranks, on_rank)):
         wanted = {"input_ids": tokens[rows], "labels": shifted, "position_ids": positions[rows]}
-        assert got.keys() == ready.keys() == batch.keys() | {"position_ids"}
+        assert list(got) == list(ready) == [*batch, "position_ids"]
+        assert all(got[name] is value for name, value in others.items())
         for name, want in wanted.items():
             assert torch.equal(got[name], plan.shard(want, rank, dim)), name
         assert torch.equal(ready["labels"], plan.shard(kept, rank, dim))
@@ -197,47 +203,48 @@ def test_labels_and_positions(kind: str, ranks: int, side: str, dim: int, keys: 
             assert torch.equal(got["states"], plan.shard(states[rows], rank, dim, side="kv"))
 
 
-def test_keys_whose_documents_only_their_offsets_tell() -> None:
-    """Cross attention without a packing: the mask does not say where documents of keys are."""
-    plan = spanwise.make_plan(SpanMask.full(9, 14), 2)
-    x, cu = torch.arange(14), [0, 5, 14]
-    expected = rolled(x[None], [[(0, 5), (5, 9)]], -1, -1)[0]
+@pytest.mark.parametrize("balancer", ["contiguous", "lpt"])
+def test_positions_of_several_kinds_or_of_one_row(balancer: str) -> None:
+    """Qwen-VL gives three for each token; one row serves all, also where batch rows have layouts of their own."""
+    mask = SpanMask.stack([SpanMask.documents(row) for row in ([0, 5, 12], [0, 9, 12])])
+    plan = spanwise.make_plan(mask, 2, balancer=balancer, block_size=2)
+    assert plan.layout.batch_size == (2 if balancer == "lpt" else 1)
+    ids, several, one = torch.arange(24).view(2, 12), torch.arange(3 * 2 * 12).view(3, 2, 12), torch.arange(12)[None]
 
-    def on_rank(rank: int, mesh: DeviceMesh) -> torch.Tensor:
-        mine = spanwise.shard(plan, mesh, x, 0, side="kv")
-        return spanwise.roll(mine, -1, plan, mesh, cu, dim=0, fill_value=-1, side="kv")
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        for given, whole in (
+            (several, several),
+            (one, one.expand(2, 12)),
+            (one.expand(3, 1, 12), one.expand(3, 2, 12)),
+        ):
+            got = spanwise.shard_batch({"input_ids": ids, "position_ids": given}, plan, mesh)["position_ids"]
+            want = [plan.shard(x, rank) for x in (whole if whole.dim() == 3 else [whole])]
+            assert torch.equal(got.view(-1, *got.shape[-2:]), torch.stack(want)) and got.dim() == whole.dim()
+        if balancer == "contiguous":
+            packed = spanwise.shard_batch({"position_ids": several[:, 0], "input_ids": ids[0]}, plan, mesh, dim=0)
+            assert torch.equal(packed["position_ids"], torch.stack([plan.shard(x, rank) for x in several])[:, 0])
 
-    for rank, got in enumerate(run_ranks(2, on_rank)):
-        assert torch.equal(got, plan.shard(expected, rank, 0, side="kv"))
+    run_ranks(2, on_rank)
 
-
-# ---------------------------------------------------------------- the loss
-
-
-def test_loss_without_any_valid_token_is_zero() -> None:
-    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[float, float]:
-        logits = torch.ones(1, 3, 5, requires_grad=True)
-        loss = spanwise.cross_entropy(logits, torch.full((1, 3), -100), mesh)
-        loss.backward()
-        return loss.item(), float(logits.grad.abs().sum())
-
-    assert run_ranks(2, on_rank) == [(0.0, 0.0)] * 2
-
-
-def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
-    logits = torch.randn(500, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
-    labels = torch.arange(500) % 7
-    loss = spanwise.cross_entropy(logits, labels, None)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), labels))
-
-
-# ---------------------------------------------------------------- documents are known, or given; never guessed
 
 TOKENS = {"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}
+ZEROS_AND_ONES = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+FLAT_PACKING = Packing.from_attention_mask(ZEROS_AND_ONES)
+FROM_MASK = spanwise.make_plan(SpanMask.from_attention_mask(ZEROS_AND_ONES), 1)
+FLAT_PLAN = spanwise.make_plan(FLAT_PACKING.mask(), 1, packing=FLAT_PACKING)
+SIX = spanwise.make_plan(SpanMask.causal(6), 1)
 
 
-def test_positions_of_masks_that_have_no_cut() -> None:
+def test_attention_masks_that_agree_are_cut() -> None:
+    ids, ones = torch.arange(12).view(2, 6), torch.ones_like(ZEROS_AND_ONES)
+    for plan, mask in ((FROM_MASK, ZEROS_AND_ONES), (FROM_MASK, ZEROS_AND_ONES.bool()), (FROM_MASK, ones), (SIX, ones)):
+        cut = spanwise.shard_batch({"input_ids": ids, "attention_mask": mask}, plan)
+        assert torch.equal(cut["attention_mask"], mask)
+    batch = {"input_ids": ids.flatten(), "attention_mask": ZEROS_AND_ONES.flatten()}
+    assert torch.equal(spanwise.shard_batch(batch, FLAT_PLAN, dim=0)["attention_mask"], ZEROS_AND_ONES.flatten())
+
+
+def test_positions_of_masks_without_a_cut() -> None:
     known = spanwise.make_plan(SpanMask.documents(CU), 1, cu_seqlens=CU)
     assert spanwise.shard_batch(TOKENS, known, None)["position_ids"].max() == 18
     local = spanwise.shard_batch(TOKENS, known.local(None), None, cu_seqlens=CU)
@@ -245,94 +252,97 @@ def test_positions_of_masks_that_have_no_cut() -> None:
     for mask in (SpanMask.causal(LENGTH), SpanMask.sliding_window(LENGTH, 2), SpanMask.full(LENGTH)):
         got = spanwise.shard_batch(TOKENS, spanwise.make_plan(mask, 1), None)
         assert torch.equal(got["position_ids"][0], torch.arange(LENGTH))
-    # Without labels to shift and positions to count, nobody asks where documents start.
+    # Without labels to shift and positions to count, documents are not needed.
     cross = spanwise.make_plan(SpanMask.full(8, 12), 1, balancer="contiguous")
     batch = {"input_ids": torch.arange(8), "position_ids": torch.arange(8), "states": torch.randn(12, 3)}
-    local = spanwise.shard_batch(batch, cross, None, dim=0, kv=["states"])
-    assert all(torch.equal(local[name], batch[name]) for name in batch)
+    cut = spanwise.shard_batch(batch, cross, None, dim=0, kv=["states"])
+    assert all(torch.equal(cut[name], batch[name]) for name in batch)
 
 
-class Wrong(NamedTuple):
-    call: Callable[[], Any]
-    message: str
+# ---------------------------------------------------------------- wrong calls: what the error names
 
-
-ONE, BATCHED = plan_of("documents", 1), plan_of("rows", 1)
-CROSSED, PADDING = plan_of("cross", 1), plan_of("padded chunks", 1)
+ONE, BATCHED, CROSSED = plan_of("documents", 1), plan_of("rows", 1), plan_of("cross", 1)
+PADDING = plan_of("padded chunks", 1)
 CUT = spanwise.make_plan(SpanMask.documents(CU) & SpanMask.causal(LENGTH), 1)
 PLAIN_CROSS = spanwise.make_plan(SpanMask.full(9, 14), 1)
 FLAT, SQUARE, KEYS = torch.zeros(LENGTH), torch.zeros(LENGTH, LENGTH), torch.zeros(14)
 STATES = {"states": torch.zeros(37, 3), "labels": torch.zeros(24, dtype=torch.int64)}
 IDS = torch.zeros(64, dtype=torch.int64)
 shard_batch, roll = spanwise.shard_batch, spanwise.roll
-WRONG = [
-    Wrong(lambda: ONE.shard({"a": None}, 0), "NoneType"),
-    Wrong(lambda: ONE.shard(torch.zeros(2, 44), 0), "45 tokens"),
-    Wrong(lambda: BATCHED.shard(torch.zeros(LENGTH, 3), 0, dim=0), "batch_dim=None"),
-    Wrong(lambda: roll(FLAT[None], 0.5, ONE, None, CU), "shifts"),
-    Wrong(lambda: roll(torch.zeros(LENGTH, 2), 1, ONE, None, ROWS, dim=0), "cu_seqlens has 2 rows"),
-    Wrong(lambda: shard_batch({"x": SQUARE}, ONE, None, cu_seqlens=CU, dim=2), "got 2"),
-    Wrong(lambda: shard_batch({"x": FLAT}, ONE, None, cu_seqlens=CU), r"batch\['x'\] .*\(45,\)"),
-    Wrong(lambda: shard_batch({"x": torch.zeros(2, LENGTH)}, ONE, None, cu_seqlens=CU, dim=0), r"\(2, 45\)"),
-    Wrong(lambda: shard_batch({"x": FLAT}, ONE, None, cu_seqlens=ROWS, dim=0), "cu_seqlens has 2 rows"),
-    Wrong(lambda: shard_batch({"x": SQUARE}, BATCHED, None, cu_seqlens=CU, dim=0), "2 batch rows"),
-    *(Wrong(lambda cu=cu: shard_batch(TOKENS, ONE, None, cu_seqlens=cu), text) for cu, text in (
-        ([0, 5, 3, LENGTH], "must not decrease"), ([1, LENGTH], "begin with 0"), ([0, 9], "got 9"),
-        ([0.0, 45.0], "integer"))),
+
+
+def of_six(plan: Any, **batch: Any) -> dict[str, Any]:
+    return shard_batch({"input_ids": torch.zeros(2, 6), **batch}, plan)
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: ONE.shard({"a": None}, 0), "NoneType"),
+    (lambda: ONE.shard(torch.zeros(2, 44), 0), "45 tokens"),
+    (lambda: BATCHED.shard(torch.zeros(LENGTH, 3), 0, dim=0), "batch_dim=None"),
+    (lambda: roll(FLAT[None], 0.5, ONE, None, CU), "shifts"),
+    (lambda: roll(torch.zeros(LENGTH, 2), 1, ONE, None, ROWS, dim=0), "2 rows"),
+    (lambda: shard_batch({"x": SQUARE}, ONE, None, cu_seqlens=CU, dim=2), "got 2"),
+    (lambda: shard_batch({"x": FLAT}, ONE, None, cu_seqlens=CU), r"'x'.*\(45,\)"),
+    (lambda: shard_batch({"x": SQUARE}, BATCHED, None, cu_seqlens=CU, dim=0), "2 batch rows"),
+    *((lambda cu=cu: shard_batch(TOKENS, ONE, None, cu_seqlens=cu), text) for cu, text in (
+        ([0, 5, 3, LENGTH], "decrease"), ([1, LENGTH], "begin with 0"), ([0, 9], "got 9"), ([0.0, 45.0], "integer"))),
     # Spans do not tell where documents start; where the mask has a cut, the offsets have to be given.
-    Wrong(lambda: shard_batch(TOKENS, CUT, None), "crosses token 1, .* pass cu_seqlens"),
-    Wrong(lambda: roll(FLAT[None], -1, ONE.local(None), None), "RankPlan .*pass cu_seqlens"),
-    Wrong(lambda: roll(KEYS, -1, PLAIN_CROSS, None, dim=0, side="kv"), r"pass cu_seqlens \(\[0, 14\]"),
-    Wrong(lambda: roll(KEYS, -1, PLAIN_CROSS, None, [0, 9], dim=0, side="kv"), "seq_len 14, got 9"),
-    Wrong(lambda: shard_batch({"labels": IDS[:9]}, PLAIN_CROSS, None, dim=0), "where documents start"),
+    (lambda: shard_batch(TOKENS, CUT, None), "token 1, .*cu_seqlens"),
+    (lambda: roll(FLAT[None], -1, ONE.local(None), None), "RankPlan .*cu_seqlens"),
+    (lambda: roll(KEYS, -1, PLAIN_CROSS, None, dim=0, side="kv"), "cu_seqlens"),
+    (lambda: roll(KEYS, -1, PLAIN_CROSS, None, [0, 9], dim=0, side="kv"), "14, got 9"),
+    (lambda: shard_batch({"labels": IDS[:9]}, PLAIN_CROSS, None, dim=0), "documents"),
     # A packing knows its sequences.
-    Wrong(lambda: shard_batch({"labels": IDS}, PADDING, None, cu_seqlens=[0, 64], dim=0), "leave cu_seqlens out"),
-    Wrong(lambda: roll(IDS, -1, PADDING, None, [0, 64], dim=0), "leave cu_seqlens out"),
-    Wrong(lambda: roll(IDS, -1, PADDING.local(None), None, dim=0), "packed sequences .* pass the Plan"),
-    Wrong(lambda: roll(IDS, -1, PADDING.local(None), None, [0, 64], dim=0), "packed sequences .* pass the Plan"),
+    (lambda: shard_batch({"labels": IDS}, PADDING, None, cu_seqlens=[0, 64], dim=0), "cu_seqlens"),
+    (lambda: roll(IDS, -1, PADDING, None, [0, 64], dim=0), "cu_seqlens"),
+    (lambda: roll(IDS, -1, PADDING.local(None), None, dim=0), "pass the Plan"),
     # Tensors of the keys.
-    Wrong(lambda: spanwise.shard(CROSSED, None, IDS, 0, side="kv"), "37 tokens"),
-    Wrong(lambda: spanwise.shard(CROSSED, None, IDS, 0, side="k"), "got 'k'"),
-    Wrong(lambda: spanwise.unshard(CROSSED, None, IDS[:24], 0, side="kv"), "rank 0's 37 keys"),
-    Wrong(lambda: spanwise.unshard(CROSSED, None, IDS[:37], 0), "rank 0's 24 tokens"),
-    Wrong(lambda: spanwise.unshard(CROSSED, None, IDS, 0, side="k"), "got 'k'"),
-    Wrong(lambda: roll(IDS, 1, CROSSED, None, dim=0, side="k"), "got 'k'"),
-    Wrong(lambda: shard_batch(STATES, CROSSED, None, dim=0), r"batch\['states'\] .* give kv=\['states'\]"),
-    *(Wrong(lambda kv=kv: shard_batch(STATES, CROSSED, None, dim=0, kv=kv), "kv must name")
+    (lambda: spanwise.shard(CROSSED, None, IDS, 0, side="kv"), "37 tokens"),
+    (lambda: spanwise.shard(CROSSED, None, IDS, 0, side="k"), "'k'"),
+    (lambda: spanwise.unshard(CROSSED, None, IDS[:24], 0, side="kv"), "37 keys"),
+    (lambda: spanwise.unshard(CROSSED, None, IDS[:37], 0), "24 tokens"),
+    (lambda: roll(IDS, 1, CROSSED, None, dim=0, side="k"), "'k'"),
+    (lambda: shard_batch(STATES, CROSSED, None, dim=0), r"'states'.*kv="),
+    *((lambda kv=kv: shard_batch(STATES, CROSSED, None, dim=0, kv=kv), "kv must")
       for kv in (["states", "labels"], ["more"], "states")),
-    Wrong(lambda: shard_batch(STATES | {"states": IDS[:24]}, CROSSED, None, dim=0, kv=["states"]), "size 37 in dim 0"),
-    Wrong(lambda: shard_batch({"states": STATES["states"]}, CROSSED, None, dim=0, kv=["states"]), "only .'states'"),
+    (lambda: shard_batch(STATES | {"states": IDS[:24]}, CROSSED, None, dim=0, kv=["states"]), "37 in dim 0"),
+    (lambda: shard_batch({"states": STATES["states"]}, CROSSED, None, dim=0, kv=["states"]), "only .'states'"),
+    # What collators and tokenizers make, where it contradicts the plan.
+    (lambda: of_six(SIX, attention_mask=ZEROS_AND_ONES), "row 0, token 0"),
+    (lambda: of_six(FROM_MASK, attention_mask=ZEROS_AND_ONES.flip(0)), "row 0, token 3"),
+    (lambda: of_six(SIX, attention_mask=torch.ones(2, 1, 6, 6)), "queries and keys"),
+    (lambda: of_six(FROM_MASK, attention_mask=ZEROS_AND_ONES[:1]), "1 rows.*2"),
+    (lambda: of_six(SIX, lengths=[1, 2]), "'lengths'.* list"),
+    (lambda: of_six(SIX, position_ids=torch.zeros(3, 2, 5)), r"\(3, 2, 5\)"),
+    (lambda: shard_batch({"a": 1, "b": None}, SIX), "no tensor"),
+    (lambda: of_six(SIX.local(None), attention_mask=ZEROS_AND_ONES | 1), "RankPlan"),
+    (lambda: shard_batch({"attention_mask": torch.ones(12)}, FLAT_PLAN, dim=0), "row 0, token 0"),
+    (lambda: spanwise.unshard(IDS, SIX), "Plan or RankPlan"),
+    (lambda: roll(IDS, 1, None), "Plan or RankPlan"),
+    (lambda: shard_batch(SIX, {"input_ids": IDS}), "Plan or RankPlan"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_wrong_calls(number: int) -> None:
-    with pytest.raises(ValueError, match=WRONG[number].message):
-        WRONG[number].call()
+@pytest.mark.parametrize(("call", "names"), WRONG)
+def test_wrong_calls(call: Callable[[], Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        call()
 
 
-def test_the_rank_plan_of_another_rank_is_refused() -> None:
-    plan = plan_of("documents", 2)
+def test_rank_plans_that_do_not_do() -> None:
+    """Another rank's; and for keys, whose places on other ranks a rank plan does not know, any."""
+    plan, cross = plan_of("documents", 2), plan_of("cross", 2)
 
     def on_rank(rank: int, mesh: DeviceMesh) -> None:
-        other, message = build(plan, 1 - rank), f"this is rank {rank}, and the rank plan is rank {1 - rank}'s"
+        other, keys = build(plan, 1 - rank), torch.zeros(len(cross.kv_layout.indices(rank)))
         x = torch.zeros(1, 2, plan.layout.num_tokens(1 - rank), 8)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"rank {rank}, and the rank plan is rank {1 - rank}'s"):
             spanwise.unshard(other, mesh, x[0, :, :, 0])
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"rank {rank}, and the rank plan is rank {1 - rank}'s"):
             spanwise.context_parallel_attention(x, x, x, other, mesh)
-
-    run_ranks(2, on_rank)
-
-
-def test_keys_need_the_plan_not_a_rank_plan() -> None:
-    """It does not know where other ranks' keys lie."""
-    plan = plan_of("cross", 2)
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> None:
-        keys = torch.zeros(len(plan.kv_layout.indices(rank)))
-        for call in (spanwise.unshard, lambda p, m, x, dim, side: roll(x, 1, p, m, [0, 37], dim=dim, side=side)):
-            with pytest.raises(ValueError, match="RankPlan .*Plan"):
-                call(plan.local(mesh), mesh, keys, 0, side="kv")
+        with pytest.raises(ValueError, match="RankPlan .*Plan"):
+            spanwise.unshard(cross.local(mesh), mesh, keys, 0, side="kv")
+        with pytest.raises(ValueError, match="RankPlan .*Plan"):
+            roll(keys, 1, cross.local(mesh), mesh, [0, 37], dim=0, side="kv")
 
     run_ranks(2, on_rank)

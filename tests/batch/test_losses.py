@@ -1,0 +1,498 @@
+"""Log-probabilities and losses from hidden states or logits, against all logits by torch's own operators.
+
+On one device and on ranks: tokens sharded over "cp", the vocabulary over "tp", and both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spanwise
+from spanwise import SpanMask
+from spanwise.batch import token_scores
+from tests.oracle import relative_error
+from tests.pairs import covering
+from tests.ranks.gloo import GlooPool
+from tests.ranks.harness import run_ranks
+
+DIM, VOCAB = 6, 11
+CU = [0, 1, 20, 20, 31, 45]
+LENGTH = CU[-1]
+
+
+def problem(
+    tokens: int = 13, dim: int = DIM, vocab: int = VOCAB, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weight and bias that need gradients, and labels, some ignored."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = (tokens, dim), (vocab, dim), (vocab,)
+    drawn = [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    labels = torch.randint(0, vocab, (tokens,), generator=rng)
+    return *drawn, labels.masked_fill_(torch.rand(tokens, generator=rng) < 0.3, -100)
+
+
+def reference(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+    temperature: float = 1.0, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Log-probabilities and entropies of all logits."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
+    entropies = torch.special.entr(log_p.exp()).sum(-1)
+    picked = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return picked * (labels != -100), entropies * (labels != -100)
+
+
+# ---------------------------------------------------------------- any two settings together
+
+OF_LOGITS = ("logits", "micro-batches", "scores of logits")
+ROWS = [[VOCAB], [6, 5], [4, 4, 3], [5, 5, 1, 0], [0, 11]]  # of the vocabulary, by tp rank
+
+
+def possible(
+    cp: int, rows: list[int], what: str, softcap: float | None, weighted: bool, chunk: int | None, dtensor: bool
+) -> bool:
+    if dtensor and (what in OF_LOGITS or rows not in ([6, 5], [4, 4, 3]) or torch.__version__.startswith("2.11.")):
+        return False  # torch 2.11 crashes where ranks that are threads enter a fake mode, as DTensor does
+    if what in ("logits", "micro-batches") and len(rows) > 1:
+        return False
+    return cp * len(rows) <= 6 and not (weighted and "scores" in what) and not (softcap and what == "scores of logits")
+
+
+@pytest.mark.parametrize(
+    ("cp", "rows", "what", "softcap", "weighted", "chunk", "dtensor"),
+    covering(
+        [1, 2, 3, 4], ROWS, ["mean", "sum", "none", "scores", *OF_LOGITS], [None, 2.0], [False, True], [1, 7, None],
+        [False, True], possible=possible,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_numbers_and_all_gradients_are_those_of_one_device(
+    cp: int, rows: list[int], what: Any, softcap: float | None, weighted: bool, chunk: int | None, dtensor: bool
+) -> None:
+    """A rank may have no valid token, or no row of the vocabulary. Weights sum to far below 1."""
+    plan = spanwise.make_plan(SpanMask.documents(CU), cp, balancer="ptrr", block_size=4)
+    hidden, weight, bias, labels = problem(2 * LENGTH)
+    hidden, labels = hidden.detach().view(2, LENGTH, DIM), labels.view(2, LENGTH)
+    if cp > 1:
+        labels[:, plan.layout.indices(0)] = -100
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    scores = "scores" in what
+    found = reference(*leaves, labels, 1.3 if scores else 1.0, softcap)
+    weights = torch.rand(2, LENGTH, dtype=torch.float64) * 1e-3 if weighted else None
+    losses = -found[0] * (1 if weights is None else weights)
+    valid = labels != -100
+    count = valid.sum() if weights is None else weights[valid].sum()
+    whole = {"sum": (losses.sum(),), "none": (losses,)}.get(what, (losses.sum() / count,))
+    whole = found if scores else whole
+    cotangents = [torch.randn_like(x) for x in whole]
+    exact = torch.autograd.grad(whole, leaves, cotangents)
+    by_token = scores or what == "none"
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        tp = mesh["tp"] if len(rows) > 1 else None
+        cp_mesh = mesh["cp"] if cp > 1 else None
+        h = hidden.clone().requires_grad_()
+        if dtensor:
+            w, b = (distribute_tensor(x.detach(), tp, [Shard(0)]).requires_grad_() for x in (weight, bias))
+        else:
+            own = mesh["tp"].get_local_rank()
+            w, b = (x.detach().split(rows)[own].clone().requires_grad_() for x in (weight, bias))
+        states, targets = (spanwise.shard(plan, cp_mesh, x) for x in (h, labels))
+        own_weights = None if weights is None else spanwise.shard(plan, cp_mesh, weights)
+        if scores:
+            of_hidden = {} if what in OF_LOGITS else {"vocab_weight": w, "bias": b, "softcap": softcap}
+            outs = spanwise.token_logprobs(
+                states if of_hidden else F.linear(states, w, b), targets, temperature=1.3, entropy=True, vocab_mesh=tp,
+                chunk=chunk, **of_hidden,
+            )  # fmt: skip
+        elif what in OF_LOGITS:
+            logits = F.linear(states, w, b)
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            num_valid: Any = None if what == "logits" else count if weighted else int(count)
+            parts: Any = [...] if what == "logits" else [0, 1]
+            split = {i: None if own_weights is None else own_weights[i] for i in parts}
+            outs = (
+                sum(
+                    spanwise.cross_entropy(logits[i], targets[i], cp_mesh, num_valid=num_valid, weights=split[i])
+                    for i in parts
+                ),
+            )
+        else:
+            outs = (
+                spanwise.linear_cross_entropy(
+                    states, w, targets, bias=b, loss_mesh=cp_mesh, vocab_mesh=tp, reduction=what, softcap=softcap,
+                    weights=own_weights, chunk=chunk,
+                ),
+            )  # fmt: skip
+        given = [spanwise.shard(plan, cp_mesh, x) * cp for x in cotangents] if by_token else cotangents
+        grads = torch.autograd.grad(outs, (h, w, b), given)
+        assert not dtensor or isinstance(grads[1], DTensor)
+        return [x.detach() for x in outs], [x.to_local() if isinstance(x, DTensor) else x for x in grads]
+
+    tp = len(rows)
+    results = run_ranks(cp * tp, on_rank, mesh_shape=(cp, tp), mesh_dim_names=("cp", "tp"))
+    for rank, (outs, _) in enumerate(results):
+        for got, want in zip(outs, whole, strict=True):
+            torch.testing.assert_close(got, plan.shard(want.detach(), rank // tp) if by_token else want.detach())
+    # Averaged over "cp", as FSDP2 and DDP do.
+    means = [[sum(results[i * tp + j][1][n] for i in range(cp)) / cp for j in range(tp)] for n in range(3)]
+    for n in (1, 2):
+        torch.testing.assert_close(torch.cat(means[n]), exact[n])
+    # Logits of own rows reach hidden states in parts; else their gradients are whole on each rank.
+    for got in [sum(means[0])] if what == "scores of logits" else means[0]:
+        torch.testing.assert_close(got, exact[0])
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3), dim=st.integers(1, 4), vocab=st.integers(1, 7),
+    chunk=st.integers(1, 9), reduction=st.sampled_from(["mean", "sum", "none"]), seed=st.integers(0, 99),
+    needs=st.tuples(st.booleans(), st.booleans(), st.booleans()), ignored=st.floats(0, 1),
+    scale=st.sampled_from([0.01, 1.0, 300.0]),
+)  # fmt: skip
+def test_any_loss_is_that_of_all_logits(
+    shape: list[int], dim: int, vocab: int, chunk: int, reduction: Any, seed: int, needs: tuple[bool, ...],
+    ignored: float, scale: float,
+) -> None:  # fmt: skip
+    rng = torch.Generator().manual_seed(seed)
+    hidden = scale * torch.randn(*shape, dim, generator=rng, dtype=torch.float64)
+    weight, bias = (torch.randn(*s, generator=rng, dtype=torch.float64) for s in ((vocab, dim), (vocab,)))
+    labels = torch.randint(0, vocab, shape, generator=rng)
+    labels = labels.masked_fill(torch.rand(shape, generator=rng) < ignored, -100)
+    inputs = [x.requires_grad_(need) for x, need in zip((hidden, weight, bias), needs, strict=True)]
+    found = spanwise.linear_cross_entropy(
+        hidden, weight, labels, bias=bias, loss_mesh=None, reduction=reduction, chunk=chunk
+    )
+    flat = F.linear(hidden, weight, bias).reshape(-1, vocab)
+    expected = F.cross_entropy(flat, labels.reshape(-1), reduction="none").reshape(shape)
+    if reduction != "none":
+        expected = expected.sum() / (max(1, int((labels != -100).sum())) if reduction == "mean" else 1)
+    torch.testing.assert_close(found, expected)
+    if wanted := [x for x in inputs if x.requires_grad]:
+        cotangent = torch.randn(found.shape, generator=rng, dtype=torch.float64)
+        got, want = (torch.autograd.grad(out, wanted, cotangent) for out in (found, expected))
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9 * scale)
+
+
+@pytest.mark.parametrize("num_valid", [None, 0.25, torch.tensor(0.25)])
+def test_weights_and_their_sum(num_valid: Any) -> None:
+    """Equal weights are none, no weight is a loss of 0, and a number given in place of the sum is used."""
+    hidden, weight, _, labels = problem()
+    weights, valid = torch.rand(13) * 0.01, labels != -100
+    loss_of = F.cross_entropy(hidden @ weight.T, labels, reduction="none") * weights
+    expected = loss_of.sum() / (weights[valid].sum() if num_valid is None else num_valid)
+    for call in (
+        lambda w, n=None: spanwise.linear_cross_entropy(
+            hidden, weight, labels, loss_mesh=None, weights=w, num_valid=n, chunk=3
+        ),
+        lambda w, n=None: spanwise.cross_entropy(hidden @ weight.T, labels, None, weights=w, num_valid=n),
+    ):
+        loss = call(weights, num_valid)
+        torch.testing.assert_close(loss, expected.to(loss.dtype))
+        got, want = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (loss, expected))
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(call(torch.full_like(weights, 3)), call(None))
+        assert call(torch.zeros_like(weights)).item() == 0
+        with pytest.raises(ValueError, match=r"\(13,\), got \(5,\)"):
+            call(weights[:5])
+        with pytest.raises(ValueError, match="weights are constants"):
+            call(weights.clone().requires_grad_())
+
+
+def test_loss_without_any_valid_token_is_zero() -> None:
+    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[float, float]:
+        logits = torch.ones(1, 3, 5, requires_grad=True)
+        loss = spanwise.cross_entropy(logits, torch.full((1, 3), -100), mesh)
+        loss.backward()
+        return loss.item(), float(logits.grad.abs().sum())
+
+    assert run_ranks(2, on_rank) == [(0.0, 0.0)] * 2
+
+
+# ---------------------------------------------------------------- memory and rounding
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("what", ["loss", "scores", "softcap"])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(what: str) -> None:
+    tokens, dim, vocab, chunk = 96, 4, 512, 8
+    hidden, weight, bias, labels = problem(tokens, dim, vocab, torch.float32)
+    with Largest() as seen:
+        if what == "loss":
+            loss = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=chunk)
+        else:
+            softcap = 5.0 if what == "softcap" else None
+            pair = spanwise.token_logprobs(
+                hidden, labels, vocab_weight=weight, bias=bias, entropy=True, softcap=softcap, chunk=chunk
+            )
+            loss = pair[0].sum() + pair[1].sum()
+        forward, seen.elements = seen.elements, 0
+        loss.backward()
+    assert forward == seen.elements == chunk * vocab > max(hidden.numel(), weight.numel())
+    with Largest() as seen:
+        spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, chunk=tokens).backward()
+    assert seen.elements == tokens * vocab  # so it would be seen
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_as_exact_as_torch_with_all_logits(autocast: bool) -> None:
+    exact = problem(200, 32, 300)
+    labels = exact[3]
+    low = [x.detach().bfloat16().requires_grad_() for x in exact[:3]]
+    wide = [x.detach().double().requires_grad_() for x in low]
+    F.cross_entropy(F.linear(*wide), labels).backward()
+
+    def errors(loss: Any) -> list[float]:
+        inputs = [x.detach().float().requires_grad_() if autocast else x.detach().requires_grad_() for x in low]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = loss(*inputs)
+        assert found.dtype == torch.float32
+        found.backward()
+        assert all(x.grad.dtype == x.dtype for x in inputs)
+        return [relative_error(x.grad.double(), w.grad) for x, w in zip(inputs, wide, strict=True)]
+
+    theirs = errors(lambda h, w, b: F.cross_entropy(F.linear(h, w, b).float(), labels))
+    ours = errors(lambda h, w, b: spanwise.linear_cross_entropy(h, w, labels, bias=b, loss_mesh=None, chunk=16))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one <= 1.2 * other
+    logits = F.linear(*low)
+    loss = spanwise.cross_entropy(logits, labels, None)  # of bfloat16 logits in float32
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), labels))
+
+
+def test_large_logits_lose_no_digits() -> None:
+    """A logsumexp of logits near 5,000 is rounded to 5e-4 in float32; the difference to the largest logit is not."""
+    logits = torch.tensor([[5000.0, 4999.5, 4990.0], [-5000.0, -5000.25, -5003.0]])
+    labels = torch.tensor([1, 0])
+    found, entropies = spanwise.token_logprobs(logits, labels, entropy=True)
+    exact = reference(logits.double(), torch.eye(3).double(), None, labels)
+    torch.testing.assert_close(found.double(), exact[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(entropies.double(), exact[1], rtol=1e-6, atol=0)
+
+
+def test_ignored_tokens_may_hold_nan_and_minus_infinity_is_a_logit() -> None:
+    hidden, weight, bias, labels = problem()
+    expected = torch.autograd.grad(reference(hidden, weight, bias, labels)[0].sum(), (hidden, weight, bias))
+    dirty = hidden.detach().masked_fill((labels == -100)[:, None], math.nan).requires_grad_()
+    found = spanwise.token_logprobs(dirty, labels, vocab_weight=weight, bias=bias, chunk=4)
+    assert (found[labels == -100] == 0).all()
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), (dirty, weight, bias)), expected)
+    logits = torch.tensor([[0.5, -math.inf, 1.0]] * 2, requires_grad=True)
+    found, entropies = spanwise.token_logprobs(logits, torch.tensor([0, 1]), entropy=True)
+    kept = torch.tensor([0.5, 1.0]).log_softmax(-1)
+    torch.testing.assert_close(found[0], kept[0])
+    assert found[1] == -math.inf
+    torch.testing.assert_close(entropies, -(kept.exp() * kept).sum().expand(2))
+    (grad,) = torch.autograd.grad(found[0] + entropies[0], logits)
+    assert grad.isfinite().all() and grad[0, 1] == 0
+
+
+def test_products_of_bfloat16_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which dtype the operands get there, with fake tensors; and numbers on a CPU, with a stand-in for torch.mm."""
+    with FakeTensorMode():
+        low, wide = (torch.empty(2, 2, dtype=d, device="cuda") for d in (torch.bfloat16, torch.float32))
+        assert token_scores._dtypes(low, low) == (torch.bfloat16, torch.float32)
+        assert token_scores._dtypes(low, wide) == token_scores._dtypes(low, None) == (torch.float32,) * 2
+    hidden, weight, bias, labels = problem(200, 32, 300, torch.bfloat16)
+    expected = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    F.cross_entropy(F.linear(*expected), labels).backward()
+    monkeypatch.setattr(token_scores, "_dtypes", lambda *_: (torch.bfloat16, torch.float32))
+    products = []
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        products.append((a.dtype, b.dtype))
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=64).backward()
+    assert products == [(torch.bfloat16, torch.bfloat16)] * (4 * 4)  # chunks × the forward's, and three
+    for x, exact in zip((hidden, weight, bias), expected, strict=True):
+        assert x.grad.dtype == torch.bfloat16 and relative_error(x.grad.double(), exact.grad) < 5e-3
+
+
+# ---------------------------------------------------------------- compiled, checkpointed, under FSDP2
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in Dynamo and Inductor
+@pytest.mark.parametrize("way", ["checkpoint", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_in_one_graph_or_under_a_checkpoint(way: str) -> None:
+    *inputs, labels = problem()
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        logprobs, entropies = spanwise.token_logprobs(
+            hidden, labels, vocab_weight=weight, bias=bias, entropy=True, temperature=0.7, softcap=4.0, chunk=7
+        )
+        mean = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=7)
+        return mean + logprobs.square().sum() + entropies.sum()
+
+    expected = loss(*inputs)
+    if way == "checkpoint":
+        found = torch.utils.checkpoint.checkpoint(loss, *inputs, use_reentrant=False)
+    else:
+        found = torch.compile(loss, backend=way, fullgraph=True)(*inputs)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, inputs) for x in (found, expected)))
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch, as it traces
+def test_compiled_with_numbers_of_tokens_that_change() -> None:
+    torch.compiler.reset()
+    x, labels = torch.randn(1, 4, 5), torch.tensor([[1, -100, 2, 0]])
+    compiled = torch.compile(spanwise.cross_entropy, backend="eager", fullgraph=True)
+    for num_valid in (6, 9, 7.5, 2.5, torch.tensor(3)):
+        whole = spanwise.cross_entropy(x, labels, None, num_valid=num_valid)
+        torch.testing.assert_close(compiled(x, labels, None, num_valid=num_valid), whole)
+    for zero in (0, torch.tensor(0)):  # it does not read labels
+        assert compiled(x, labels, None, num_valid=zero) == math.inf
+        assert compiled(x, torch.full_like(labels, -100), None, num_valid=zero) == 0
+    torch.compiler.reset()
+
+
+def _by_inductor(rank: int, mesh: DeviceMesh, hidden: torch.Tensor, weight: torch.Tensor, labels: Any) -> float:
+    rows = weight.split([6, 5])[rank]
+
+    @torch.compile(fullgraph=True)
+    def scores(h: torch.Tensor) -> torch.Tensor:
+        return spanwise.token_logprobs(h, labels, vocab_weight=rows, vocab_mesh=mesh)
+
+    return (scores(hidden) - reference(hidden, weight, None, labels)[0]).abs().max().item()
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_inductor_keeps_the_largest_logits_of_a_rank(gloo_pool: GlooPool) -> None:
+    """Without gradients it made them a view of what an all-reduce then overwrote: 0.3 off."""
+    hidden, weight, _, labels = (x.detach() for x in problem(17))
+    assert max(gloo_pool.run(2, _by_inductor, hidden, weight, labels)) < 1e-10
+
+
+class Head(torch.nn.Module):
+    """The last layer of a model under FSDP: the loss is computed in its forward, where the weight is whole."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return spanwise.linear_cross_entropy(hidden, self.weight, labels, loss_mesh=mesh, chunk=5)
+
+
+def _fsdp(rank: int, mesh: DeviceMesh, plan: Any, hidden: Any, weight: Any, labels: Any) -> Any:
+    head = fully_shard(Head(weight), mesh=mesh)
+    h, y = (spanwise.shard(plan, mesh, x) for x in (hidden, labels))
+    with pytest.raises(ValueError, match="Under FSDP, call this inside the forward"):
+        spanwise.linear_cross_entropy(h, head.weight, y, loss_mesh=mesh)
+    head(h, y, mesh).backward()
+    return head.weight.grad.full_tensor()
+
+
+def test_fully_sharded_data_parallelism(gloo_pool: GlooPool) -> None:
+    hidden, weight, _, labels = problem(2 * LENGTH)
+    (exact,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels), weight)
+    plan = spanwise.make_plan(SpanMask.documents(CU), 2, balancer="lpt", block_size=4)
+    given = hidden.detach().view(2, LENGTH, DIM), weight.detach(), labels.view(2, LENGTH)
+    for grad in gloo_pool.run(2, _fsdp, plan, *given):
+        torch.testing.assert_close(grad, exact)
+
+
+# ---------------------------------------------------------------- wrong calls: what is changed, and what the error says
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"hidden": torch.zeros(4, DIM)}, r"\(4, 6\)"),
+    ({"vocab_weight": torch.zeros(VOCAB, 4)}, r"\(11, 4\)"),
+    ({"vocab_weight": torch.zeros(VOCAB, DIM).long()}, "int64"),
+    ({"vocab_weight": torch.zeros(VOCAB, DIM, device="meta")}, "meta"),
+    ({"bias": torch.zeros(4)}, r"\(4,\)"),
+    ({"labels": torch.full((13,), VOCAB)}, r"\[0, 11\).*labels\[0\] is 11"),
+    ({"labels": torch.full((13,), -1)}, r"labels\[0\] is -1"),
+    ({"labels": torch.zeros(13)}, "int64, got torch.float32"),
+    ({"labels": torch.zeros(13).int()}, "int64, got torch.int32"),
+    ({"reduction": "max"}, "'max'"),
+    *(({"num_valid": n}, f"num_valid .*{n!r}") for n in (-1, "3", math.nan)),
+    ({"num_valid": 0}, "num_valid is 0, .*[0-9]+ valid labels"),
+    ({"num_valid": 3, "reduction": "sum"}, "num_valid .*'sum'"),
+    ({"softcap": 0.0}, "softcap .*0.0"),
+    ({"chunk": 0}, "chunk .*0"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "names"), WRONG)
+def test_wrong_calls(wrong: dict[str, Any], names: str) -> None:
+    hidden, weight, _, labels = problem()
+    with pytest.raises(ValueError, match=names):
+        spanwise.linear_cross_entropy(
+            **{"hidden": hidden, "vocab_weight": weight, "labels": labels, "loss_mesh": None} | wrong
+        )
+    if wrong.keys() <= {"labels", "num_valid"} and "reduction" not in wrong and wrong != {"num_valid": 0}:
+        with pytest.raises(ValueError, match=names):
+            spanwise.cross_entropy(torch.zeros(13, VOCAB), wrong.get("labels", labels), None,
+                                   num_valid=wrong.get("num_valid"))  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"softcap": 3.0}, {"bias": torch.zeros(3)}], ids=str)
+def test_wrong_calls_of_logprobs(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        spanwise.token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), **wrong)
+
+
+def test_what_a_sharded_vocabulary_refuses() -> None:
+    hidden, weight, _, labels = (x.detach() for x in problem(7))
+
+    def on_rank(rank: int, mesh: DeviceMesh) -> None:
+        tp = mesh["tp"]
+        sharded, columns = (distribute_tensor(weight, tp, [Shard(dim)]) for dim in (0, 1))
+        rows = weight.split([6, 5])[tp.get_local_rank()]
+        for wrong, names in (
+            ({"vocab_weight": sharded}, r"Shard\(dim=0\).* vocab_mesh, None. Under FSDP"),
+            ({"vocab_weight": sharded, "vocab_mesh": mesh["cp"]}, r"Shard\(0\) on vocab_mesh"),
+            ({"vocab_weight": columns, "vocab_mesh": tp}, r"Shard\(0\) on vocab_mesh"),
+            ({"hidden": distribute_tensor(hidden, tp, [Replicate()])}, "hidden must be a plain tensor"),
+            ({"vocab_mesh": mesh}, r"got 2 \(\('cp', 'tp'\)\)"),
+            ({"vocab_weight": rows, "vocab_mesh": tp, "labels": torch.full((7,), 11)}, r"labels\[0\] is 11"),
+        ):
+            given = {"hidden": hidden, "vocab_weight": weight, "labels": labels, "loss_mesh": None} | wrong
+            with pytest.raises(ValueError, match=names):
+                spanwise.linear_cross_entropy(**given)
+
+    run_ranks(4, on_rank, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
+
+
+def test_second_derivatives_and_transforms() -> None:
+    hidden, weight, _, labels = problem()
+
+    def loss(hidden: torch.Tensor) -> torch.Tensor:
+        return spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None)
+
+    with pytest.raises(NotImplementedError, match=r"second derivatives"):
+        torch.autograd.grad(loss(hidden), hidden, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"does not run inside torch.func"):
+        torch.func.grad(loss)(hidden)
