@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import spanwise
 from spanwise import AuxRequest, SpanMask
-from tests.oracle import dense_attention
+from tests.oracle import dense_attention, make_problem
 from tests.pairs import covering, named
 from tests.ranks.calls import CU_SEQLENS, EXCHANGES, LENGTH
 from tests.ranks.gloo import GlooPool
@@ -50,8 +50,7 @@ class Expansion(torch.nn.Module):
         return k, v
 
 
-@dataclasses.dataclass
-class Expected:
+class Expected(NamedTuple):
     """Whole tensors in float64: inputs, cotangents, and what one device makes of them."""
 
     inputs: list[torch.Tensor]
@@ -60,7 +59,7 @@ class Expected:
     results: list[torch.Tensor]
 
 
-def expected(mask: SpanMask, batch: int) -> Expected:
+def expected(mask: SpanMask, batch: int = 1) -> Expected:
     torch.manual_seed(0)
     shapes = (HEADS, NOPE + ROPE), (1, LATENT), (1, ROPE)
     inputs = [torch.randn(batch, h, mask.q_len, d, dtype=torch.float64, requires_grad=True) for h, d in shapes]
@@ -79,9 +78,8 @@ def step(
     expansion = Expansion(dtype)
     expansion.load_state_dict(whole.expansion.state_dict())
     own = [spanwise.shard(plan, mesh, x.detach().to(dtype), dim=2).requires_grad_() for x in whole.inputs]
-    request = AuxRequest(lse=True)
-    attend = spanwise.context_parallel_attention if attend is None else attend
-    out, aux = attend(*own, plan.local(mesh), expand=expansion, return_aux=request, **options)
+    attend = attend or spanwise.context_parallel_attention
+    out, aux = attend(*own, plan.local(mesh), expand=expansion, return_aux=AuxRequest(lse=True), **options)
     lse = aux.lse.masked_fill(aux.lse.isinf(), 0)
     living = sum(made() is not None for made in expansion.made)
     torch.autograd.backward([out, lse], [spanwise.shard(plan, mesh, x.to(dtype), dim=2) for x in whole.cotangents])
@@ -89,16 +87,20 @@ def step(
 
 
 def check(whole: Expected, plan: spanwise.Plan, results: list[Any], tolerance: float) -> None:
+    def close(x: torch.Tensor, part: torch.Tensor, reference: torch.Tensor) -> None:
+        error = (x.double() - part).abs()
+        assert float(error.max() if error.numel() else 0) <= tolerance * max(1.0, float(reference.abs().max()))
+
     for rank, (got, _, living) in enumerate(results):
         assert living == 0  # nothing that was expanded is saved
         for x, reference in zip(got, whole.results, strict=True):
-            error = (x.double() - plan.shard(reference, rank, dim=2)).abs()
-            assert float(error.max() if error.numel() else 0) <= tolerance * max(1.0, float(reference.abs().max())), (
-                rank
-            )
+            close(x, plan.shard(reference, rank, dim=2), reference)
     for i, parameter in enumerate(whole.expansion.parameters()):
-        total = sum(weights[i].double() for _, weights, _ in results if weights[i] is not None)
-        assert float((total - parameter.grad).abs().max()) <= tolerance * max(1.0, float(parameter.grad.abs().max()))
+        close(sum(w[i].double() for _, w, _ in results if w[i] is not None), parameter.grad, parameter.grad)
+
+
+def on_threads(whole: Expected, plan: spanwise.Plan, *args: Any, **options: Any) -> list[Any]:
+    return run_ranks(plan.num_ranks, lambda rank, mesh: step(whole, plan, mesh, *args, **options))
 
 
 @pytest.mark.parametrize(
@@ -111,109 +113,70 @@ def test_matches_one_device(exchange: dict[str, Any], num_ranks: int, name: str,
     mask = MASKS[name] if batch == 1 else SpanMask.stack([MASKS[name], SpanMask.causal(LENGTH)])
     whole = expected(mask, batch)
     plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", **exchange, block_size=8)
-    results = run_ranks(num_ranks, lambda rank, mesh: step(whole, plan, mesh, dtype, kernel=kernel))
-    check(whole, plan, results, tolerance)
+    check(whole, plan, on_threads(whole, plan, dtype, kernel=kernel), tolerance)
 
 
-def test_one_token_a_rank_in_batch_rows_of_their_own() -> None:
-    mask = SpanMask.stack([SpanMask.causal(3), SpanMask.full(3)])
-    whole = expected(mask, 2)
-    plan = spanwise.make_plan(mask, 3, balancer="contiguous", exchange="needed", block_size=1)
-    results = run_ranks(3, lambda rank, mesh: step(whole, plan, mesh, torch.float32, kernel="sdpa"))
-    check(whole, plan, results, 1e-5)
-
-
-@pytest.mark.parametrize("exchange", [{"exchange": "needed", "stages": 2}, {"exchange": "ring"}], ids=named)
-def test_absorbed(exchange: dict[str, Any]) -> None:
-    """Queries in the space of latents, of which all heads read the one that travels."""
+@pytest.mark.parametrize("exchange", ["needed", "ring"])
+def test_absorbed(exchange: str) -> None:
+    """Queries in the space of latents, of which all heads read the one that travels: V is K's first part."""
     mask = MASKS["documents"]
-    whole = expected(mask, 1)
-    plan = spanwise.make_plan(mask, 3, **exchange, block_size=8)
-    with torch.no_grad():  # a bias of K shifts all scores of a row alike; that of V is not absorbed
-        whole.expansion.up.bias.zero_()
-        weight = whole.expansion.up.weight.unflatten(0, (HEADS, -1)).clone()
-    into, back = weight.split([NOPE, V_DIM], dim=1)
-    leaves = [x.detach().requires_grad_() for x in whole.inputs]
-    want = dense_attention(leaves[0], *whole.expansion(*leaves[1:]), torch.from_numpy(mask.dense()))[0]
-    wanted = [want, *torch.autograd.grad(want, leaves, whole.cotangents[0])]
+    problem = make_problem(mask.dense(), heads=(HEADS, 1), dims=(LATENT + ROPE, LATENT))
+    latents, rope = problem.k.split([LATENT, ROPE], -1)
+    visible, plan = torch.from_numpy(mask.dense()), spanwise.make_plan(mask, 3, exchange=exchange, block_size=8)
+
+    def results(attend: Any, place: Any) -> list[torch.Tensor]:
+        own = [place(x).requires_grad_() for x in (problem.q, latents, rope)]
+        out = attend(*own)
+        return [out, *torch.autograd.grad(out, own, place(problem.grad_out))]
+
+    def dense(q: torch.Tensor, latents: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        return dense_attention(q, torch.cat([latents, rope], -1), latents, visible)[0]
 
     def on_rank(rank: int, mesh: Any) -> list[torch.Tensor]:
-        own = [spanwise.shard(plan, mesh, x.detach(), dim=2).requires_grad_() for x in whole.inputs]
-        q = torch.cat([own[0][..., :NOPE] @ into, own[0][..., NOPE:]], dim=-1)
-        out = spanwise.context_parallel_attention(
-            q, *own[1:], plan.local(mesh), kernel="reference", scale=(NOPE + ROPE) ** -0.5,
-            expand=lambda latents, rotary: (torch.cat([latents, rotary], dim=-1), latents),
+        attend = functools.partial(
+            spanwise.context_parallel_attention, plan=plan.local(mesh), kernel="reference",
+            expand=lambda latents, rope: (torch.cat([latents, rope], -1), latents),
         )  # fmt: skip
-        out = out @ back.mT
-        return [out, *torch.autograd.grad(out, own, spanwise.shard(plan, mesh, whole.cotangents[0], dim=2))]
+        return results(attend, lambda x: spanwise.shard(plan, mesh, x.detach(), dim=2))
 
-    for rank, results in enumerate(run_ranks(3, on_rank)):
-        for got, reference in zip(results, wanted, strict=True):
+    wanted = results(dense, lambda x: x.detach().clone())
+    for rank, found in enumerate(run_ranks(3, on_rank)):
+        for got, reference in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, plan.shard(reference, rank, dim=2), rtol=1e-10, atol=1e-10)
-
-
-def test_under_a_checkpoint() -> None:
-    mask = SpanMask.documents([0, 20, 67])
-    whole, plan = expected(mask, 1), spanwise.make_plan(mask, 2, exchange="needed", stages=2, block_size=4)
-
-    def attend(*tensors: Any, **options: Any) -> Any:
-        def call(*tensors: Any) -> Any:
-            return spanwise.context_parallel_attention(*tensors, kernel="reference", **options)
-
-        return checkpoint(call, *tensors, use_reentrant=False)
-
-    results = run_ranks(2, lambda rank, mesh: step(whole, plan, mesh, torch.float64, attend))
-    check(whole, plan, results, 1e-10)
-
-
-def compiled_step(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[Any], int]:
-    """`step` of several plans through one compiled function; and the number of its graphs."""
-    graphs = 0
-
-    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return aot_eager(graph, example)
-
-    attend = torch.compile(spanwise.context_parallel_attention, fullgraph=True, backend=backend)
-    found = []
-    for i in range(num_plans):
-        whole, plan = case(i)
-        found.append(step(whole, plan, mesh, torch.float32, attend))
-    return found, graphs
 
 
 def case(i: int) -> tuple[Expected, spanwise.Plan]:
     mask = SpanMask.documents([0, 20 + 5 * i, 67])
-    return expected(mask, 1), spanwise.make_plan(mask, 2, exchange="needed", stages=2, block_size=4)
+    return expected(mask), spanwise.make_plan(mask, 2, exchange="needed", stages=2, block_size=4)
+
+
+def test_under_a_checkpoint() -> None:
+    def attend(*tensors: Any, **options: Any) -> Any:
+        call = functools.partial(spanwise.context_parallel_attention, kernel="reference", **options)
+        return checkpoint(call, *tensors, use_reentrant=False)
+
+    check(*case(0), on_threads(*case(0), torch.float64, attend), 1e-10)
 
 
 def test_autocast_holds_where_rows_are_expanded_again() -> None:
-    mask = SpanMask.documents([0, 20, 67])
-    whole, plan = expected(mask, 1), spanwise.make_plan(mask, 2, exchange="needed", stages=2, block_size=4)
-
     def attend(*args: Any, **options: Any) -> Any:
         *tensors, rank_plan = args
         with torch.autocast("cpu", torch.bfloat16):
-            q, k, v = (x.bfloat16() for x in tensors)
-            return spanwise.context_parallel_attention(q, k, v, rank_plan, **options)
+            return spanwise.context_parallel_attention(*(x.bfloat16() for x in tensors), rank_plan, **options)
 
-    check(whole, plan, run_ranks(2, lambda rank, mesh: step(whole, plan, mesh, torch.float32, attend)), 5e-2)
+    check(*case(0), on_threads(*case(0), torch.float32, attend), 5e-2)
 
 
 def test_nothing_in_padding_spreads() -> None:
     packing = spanwise.Packing([0, 20, 60], cu_seqlens_q_padded=[0, 24, 67])
     mask = packing.mask()
-    whole, plan = expected(mask, 1), spanwise.make_plan(mask, 2, packing=packing, exchange="all_gather", block_size=4)
-
-    def results() -> list[Any]:
-        return run_ranks(2, lambda rank, mesh: step(whole, plan, mesh, torch.float64, kernel="reference"))
-
-    before = results()
+    whole, plan = expected(mask), spanwise.make_plan(mask, 2, packing=packing, exchange="all_gather", block_size=4)
+    before = on_threads(whole, plan, torch.float64, kernel="reference")
     check(whole, plan, before, 1e-10)
     for x in whole.inputs:
         x.data[:, :, torch.from_numpy(~packing.valid_q)] = torch.nan
-    for (x, weights, _), (y, others, _) in zip(before, results(), strict=True):
+    after = on_threads(whole, plan, torch.float64, kernel="reference")
+    for (x, weights, _), (y, others, _) in zip(before, after, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(x + weights, y + others, strict=True))
 
 
@@ -232,6 +195,14 @@ def test_what_is_refused(rows: tuple[int, int], expand: Any) -> None:
     k, v = (torch.randn(1, heads, 6, 3) for heads in rows)
     with pytest.raises(ValueError, match=r"expand|head dim"):
         spanwise.context_parallel_attention(torch.randn(1, 2, 6, 4), k, v, plan, None, expand=expand)
+
+
+def compiled_step(rank: int, mesh: DeviceMesh, num_plans: int) -> tuple[list[Any], int]:
+    """`step` of several plans through one compiled function; and the number of its graphs."""
+    counter = CompileCounterWithBackend("aot_eager")
+    attend = torch.compile(spanwise.context_parallel_attention, fullgraph=True, backend=counter)
+    found = [step(*case(i), mesh, torch.float32, attend) for i in range(num_plans)]
+    return found, counter.frame_count
 
 
 @pytest.mark.slow

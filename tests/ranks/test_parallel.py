@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -52,15 +52,6 @@ class TokensFirst(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=True).transpose(1, 2)
 
 
-class Layer(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
 class Varlen(nn.Module):
     """As `torch.nn.attention.varlen.varlen_attn`, which is for a GPU, sequence by sequence."""
 
@@ -90,8 +81,8 @@ def run(
     inner: type[nn.Module], style: dict[str, Any], call: Callable[..., Any], plan: spanwise.Plan = PLAN,
     heads: tuple[int, int] = (4, 2), scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Apply the style to ``{"layers.*.inner"}`` and make one call with gradients; `scale` is that of the module, as a
-    factor of the usual one."""
+    """Apply the style to ``{"layers.*"}`` and make one call with gradients; `scale` is that of the module, as a factor
+    of the usual one."""
     kind, dim = style.get("attention_type", "sdpa"), style.get("seq_dim", 2)
     problem = make_problem(plan.masks.get(style.get("mask_name"), plan.mask()).dense(), heads=heads)
     if scale != 1.0:
@@ -99,9 +90,11 @@ def run(
         problem = scaled._replace(q=scaled.q / scale, dq=scaled.dq * scale)
 
     def on_rank(rank: int, mesh: Any) -> list[float]:
-        model: Any = nn.ModuleDict({"layers": nn.ModuleList([Layer(inner())])}).eval()
+        model: Any = nn.ModuleDict({"layers": nn.ModuleList([inner()])}).eval()
         mesh = mesh["cp"] if mesh.ndim == 1 else mesh["outer", "inner"]
-        parallelize_module(model, mesh, {"layers.*.inner": ContextParallel(**{"attention_type": "sdpa"} | style)})
+        applied = ContextParallel(**{"attention_type": "sdpa"} | style)
+        parallelize_module(model, mesh, {"layers.*": applied})
+        assert applied.num_applied == 1
         leaves, grad = leaves_of(plan, mesh, problem)
         given = [x.squeeze(0).transpose(0, 1) if kind == "varlen" else x.transpose(dim, 2) for x in leaves]
         out = call(model["layers"][0], given, plan, mesh)
@@ -116,25 +109,34 @@ def run(
         assert max(found) <= 1e-10
 
 
+def on(num_ranks: Any, exchange: str) -> dict[str, Any]:
+    return {"plan": spanwise.make_plan(MASK, num_ranks, balancer="lpt", exchange=exchange, block_size=4)}
+
+
 def with_mask(layer: Any, t: Any, plan: Any, mesh: Any) -> Any:
     return layer(*t, attn_mask=plan)
 
 
 VARLEN = {"attention_type": "varlen"}
+PACKING = spanwise.Packing([0, 5, 5, 12, 13], cu_seqlens_q_padded=[0, 8, 16, 32, 40])
 # A module, its style, a call, and more of `run`.
 RIGHT: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
-    "positional": (SDPA, {}, lambda layer, t, plan, mesh: layer(*t, plan), {}),
-    "keyword": (SDPA, {}, with_mask, {}),
+    "positional": (SDPA, {}, lambda layer, t, plan, mesh: layer(*t, plan), on((2, 2), "needed")),
+    "keyword": (SDPA, {}, with_mask, on(2, "ring")),
     "all keywords, RankPlan": (
         SDPA, {}, lambda layer, t, plan, mesh: layer(q=t[0], k=t[1], v=t[2], attn_mask=plan.local(mesh)), {},
     ),
     "defaults": (SDPA, {}, lambda layer, t, plan, mesh: layer(*t, plan, is_causal=False, dropout_p=0.0), {}),
+    "tokens first": (TokensFirst, {"seq_dim": 1}, with_mask, on((2, 2), "ring")),
+    "heads traded, tokens first": (TokensFirst, {"seq_dim": 1}, with_mask, on(4, "ulysses")),
     "the style's plan": (
         AlwaysCausal, {"plan": CAUSAL}, lambda layer, t, plan, mesh: layer(*t), {"plan": CAUSAL, "heads": (4, 4)},
     ),
     "a named mask": (SDPA, {"mask_name": "full"}, with_mask, {"plan": spanwise.make_plan(
         {"default": MASK, "full": SpanMask.causal(LENGTH)}, 2, block_size=4)}),
     "a declared scale": (Scaled, {"scale": 0.5}, with_mask, {"heads": (4, 4), "scale": 0.5 * math.sqrt(8)}),
+    "a packing with padding": (SDPA, {}, with_mask, {"plan": spanwise.make_plan(
+        PACKING.mask(), (2, 2), balancer="dual_chunk", packing=PACKING, exchange="needed")}),
     "varlen": (Varlen, VARLEN, lambda layer, t, plan, mesh: layer(*t, plan, plan, 20, 20), {}),
     "varlen, keywords": (
         Varlen, VARLEN,
@@ -148,20 +150,6 @@ RIGHT: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
 def test_modules(name: str) -> None:
     inner, style, call, more = RIGHT[name]
     run(inner, style, call, **more)
-
-
-@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), (4, "ulysses"), ((2, 2), "ring"), ((2, 2), "needed")])
-@pytest.mark.parametrize("dim", [1, 2])
-def test_exchanges_and_meshes(num_ranks: Any, exchange: str, dim: int) -> None:
-    plan = spanwise.make_plan(MASK, num_ranks, balancer="lpt", exchange=exchange, block_size=4)
-    run(SDPA if dim == 2 else TokensFirst, {"seq_dim": dim}, with_mask, plan)
-
-
-@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "ring"), ((2, 2), "needed")])
-def test_a_packing_with_padding(num_ranks: Any, exchange: str) -> None:
-    packing = spanwise.Packing([0, 5, 5, 12, 13], cu_seqlens_q_padded=[0, 8, 16, 32, 40])
-    plan = spanwise.make_plan(packing.mask(), num_ranks, balancer="dual_chunk", packing=packing, exchange=exchange)
-    run(SDPA, {}, with_mask, plan)
 
 
 def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -230,71 +218,67 @@ class NoMask(nn.Module):
         return q
 
 
-class Wrong(NamedTuple):
-    """A call that must be refused: of which module, under which style, and what the error names."""
-
-    call: Callable[..., Any]
-    message: str
-    style: dict[str, Any] = {}  # noqa: RUF012
-    inner: type[nn.Module] = SDPA
+def packed(layer: Any, t: Any, plan: Any, mesh: Any) -> Any:
+    return layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan)
 
 
 OFFSETS, DENSE = torch.tensor([0, LENGTH]), torch.ones(19, 37, dtype=torch.bool)
-WRONG: list[Wrong] = [
-    Wrong(lambda layer, t, plan, mesh: layer(*t), "a call without a mask"),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, is_causal=True), "is_causal=True does not say"),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, DENSE), "got a Tensor"),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, MASK.block_mask("cpu")), "got a BlockMask"),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, is_causal=True), "causal mask", {"plan": PLAN}),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, dropout_p=0.1), "dropout_p=0.1"),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, window=3), "window, 3"),
-    Wrong(lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"\['v'\]"),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, block_mask=plan), "two masks"),
-    Wrong(with_mask, "unknown kernel 'flash'", {"kernel": "flash"}),
-    Wrong(with_mask, "'window'", {"mask_name": "window"}),
-    Wrong(lambda layer, t, plan, mesh: layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan), "'varlen'"),
-    Wrong(lambda layer, t, plan, mesh: layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan), "'varlen'",
-          {"seq_dim": 1}, TokensFirst),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, OFFSETS, None, 37, 37), "got a Tensor.*cu_seq_q=plan", VARLEN, Varlen),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, OFFSETS, 37, 37), "cu_seq_k is the second", VARLEN, Varlen),
-    Wrong(lambda layer, t, plan, mesh: layer(*t, plan, plan, 37, 37, window_size=(-1, 0)), r"window_size=\(-1, 0\)",
-          VARLEN, Varlen),
-    Wrong(with_mask, "on a causal probe of two sequences it differs", VARLEN, Bidirectional),
-    Wrong(with_mask, "not an attention call", {}, NotAttention),
-    Wrong(with_mask, "and neither a mask", {}, NoMask),
-    Wrong(with_mask, "could not run", {}, nn.Identity),
-    Wrong(with_mask, "computes something other", {}, DropoutInTraining),
-    Wrong(with_mask, r"\['gate'\]", {}, Gated),
-    Wrong(with_mask, "computes something other than softmax", {}, Scaled),
+# A call that must be refused, what the error names, and of which module under which style.
+WRONG: list[tuple[Callable[..., Any], str, type[nn.Module], dict[str, Any]]] = [
+    (lambda layer, t, plan, mesh: layer(*t), "without a mask", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, is_causal=True), "is_causal=True", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, is_causal=True), "causal mask", SDPA, {"plan": PLAN}),
+    (lambda layer, t, plan, mesh: layer(*t, DENSE), "a Tensor", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, MASK.block_mask("cpu")), "a BlockMask", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, plan, dropout_p=0.1), "dropout_p=0.1", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, plan, window=3), "window, 3", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"\['v'\]", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, plan, block_mask=plan), "two masks", SDPA, {}),
+    (with_mask, "'flash'", SDPA, {"kernel": "flash"}),
+    (with_mask, "'window'", SDPA, {"mask_name": "window"}),
+    (packed, "'varlen'", SDPA, {}),
+    (packed, "'varlen'", TokensFirst, {"seq_dim": 1}),
+    (lambda layer, t, plan, mesh: layer(*t, OFFSETS, None, 37, 37), "a Tensor.*cu_seq_q=plan", Varlen, VARLEN),
+    (lambda layer, t, plan, mesh: layer(*t, plan, OFFSETS, 37, 37), "cu_seq_k", Varlen, VARLEN),
+    (lambda layer, t, plan, mesh: layer(*t, plan, plan, 37, 37, window_size=(-1, 0)), r"window_size=\(-1, 0\)", Varlen,
+     VARLEN),
+    (with_mask, "differs", Bidirectional, VARLEN),
+    (with_mask, "not an attention call", NotAttention, {}),
+    (with_mask, "neither a mask", NoMask, {}),
+    (with_mask, "could not run", nn.Identity, {}),
+    (with_mask, "something other", DropoutInTraining, {}),
+    (with_mask, r"\['gate'\]", Gated, {}),
+    (with_mask, "something other", Scaled, {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_calls_and_modules_that_cannot_be_right_are_refused(number: int) -> None:
-    call, message, style, inner = WRONG[number]
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("call", "names", "inner", "style"), WRONG)
+def test_calls_and_modules_that_cannot_be_right_are_refused(
+    call: Any, names: str, inner: type[nn.Module], style: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=names):
         run(inner, style, call)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "shape", "names", "message"),
+    ("num_ranks", "shape", "axes", "names"),
     [
         ((2, 2), (4,), ("cp",), r"\(2, 2\), got \(4,\)"),
         (4, (2, 2), ("outer", "inner"), r"1-D mesh, got axes \('outer', 'inner'\)"),
         ((4, 2), (2, 4), ("outer", "inner"), r"\(4, 2\), got \(2, 4\)"),
     ],
 )
-def test_a_mesh_that_the_plan_does_not_fit(num_ranks: Any, shape: Any, names: Any, message: str) -> None:
-    plan = spanwise.make_plan(MASK, num_ranks, block_size=4, exchange="ring")
+def test_a_mesh_that_the_plan_does_not_fit(num_ranks: Any, shape: Any, axes: Any, names: str) -> None:
+    plan = on(num_ranks, "ring")["plan"]
 
     def on_rank(rank: int, mesh: Any) -> None:
-        module = SDPA()
-        parallelize_module(module, mesh, ContextParallel(attention_type="sdpa"))
+        module, style = SDPA(), ContextParallel(attention_type="sdpa")
+        parallelize_module(module, mesh, style)
         q = torch.zeros(1, 4, plan.layout.num_tokens(rank), 8)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=names):
             module(q, q, q, plan)
 
-    run_ranks(plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=names)
+    run_ranks(plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=axes)
 
 
 @pytest.mark.parametrize(
@@ -305,3 +289,4 @@ def test_a_mesh_that_the_plan_does_not_fit(num_ranks: Any, shape: Any, names: An
 def test_bad_styles(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=list(options)[-1]):
         ContextParallel(**options)
+    assert ContextParallel(attention_type="sdpa").num_applied == 0

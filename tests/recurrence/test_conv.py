@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 import spanwise
 from spanwise import recurrence
 from spanwise.layouts import document_runs
 from tests.ranks.harness import run_ranks
 from tests.recurrence import oracle
-from tests.recurrence.test_layers import Owners
+from tests.recurrence.problem import documents_of, plan_of
+from tests.recurrence.test_layers import TOLERANCES, Owners
 
 
 def _on_rank(rank: int, mesh: Any, plan: spanwise.Plan, tensors: list[torch.Tensor], activation: str | None) -> Any:
@@ -30,46 +28,33 @@ def _on_rank(rank: int, mesh: Any, plan: spanwise.Plan, tensors: list[torch.Tens
     return out.detach(), torch.autograd.grad((out * plan.shard(d_out, rank, dim=0)).sum(), leaves)
 
 
-def _check(
-    plan: spanwise.Plan, documents: Any, width: int, activation: str | None, dtype: Any, tolerance: float
+@given(
+    data=st.data(), ranks=st.integers(1, 4), width=st.integers(1, 5), activation=st.sampled_from([None, "silu"]),
+    dtype=st.sampled_from(list(TOLERANCES)),
+)  # fmt: skip
+def test_any_owners_and_documents(
+    data: st.DataObject, ranks: int, width: int, activation: str | None, dtype: torch.dtype
 ) -> None:
+    """Runs of one token: a halo comes from several runs and several ranks."""
+    length, block_size = data.draw(st.integers(1, 30)), data.draw(st.sampled_from([1, 1, 2, 7]))
+    blocks = -(-length // block_size)
+    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=blocks, max_size=blocks))
+    cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=5))})
+    plan = plan_of(cuts, ranks, Owners(owners, block_size))
     generator = torch.Generator().manual_seed(0)
-    shapes = ((plan.seq_len, 3), (3, width), (3,), (plan.seq_len, 3))
+    shapes = ((length, 3), (3, width), (3,), (length, 3))
     tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    results = run_ranks(plan.num_ranks, _on_rank, plan, tensors, activation)
+    results = run_ranks(ranks, _on_rank, plan, tensors, activation)
     *inputs, d_out = (x.double() for x in tensors)
     leaves = [x.requires_grad_() for x in inputs]
-    out = oracle.convolution(*leaves, documents, activation)
+    out = oracle.convolution(*leaves, documents_of(cuts), activation)
     grads = torch.autograd.grad((out * d_out).sum(), leaves)
-    close = {"rtol": tolerance, "atol": tolerance}
+    close = {"rtol": TOLERANCES[dtype], "atol": TOLERANCES[dtype]}
     for rank, (mine, (d_x, _, _)) in enumerate(results):
         torch.testing.assert_close(mine.double(), plan.shard(out, rank, dim=0), **close)
         torch.testing.assert_close(d_x.double(), plan.shard(grads[0], rank, dim=0), **close)
     for number in (1, 2):
         torch.testing.assert_close(sum(g[number].double() for _, g in results), grads[number], **close)
-
-
-@given(
-    data=st.data(), ranks=st.integers(1, 4), width=st.integers(1, 5), activation=st.sampled_from([None, "silu"]),
-)  # fmt: skip
-def test_any_owners_and_documents(data: st.DataObject, ranks: int, width: int, activation: str | None) -> None:
-    """Runs of one token: a halo comes from several runs and several ranks."""
-    length = data.draw(st.integers(1, 30))
-    block_size = data.draw(st.sampled_from([1, 1, 2, 7]))
-    blocks = -(-length // block_size)
-    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=blocks, max_size=blocks))
-    cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=5))})
-    mask = spanwise.SpanMask.documents(cuts)
-    balancer = Owners(owners, block_size)
-    plan = spanwise.make_plan(mask, ranks, balancer=balancer, exchange="needed", block_size=block_size)
-    documents = list(itertools.pairwise(cuts))
-    _check(plan, documents, width, activation, torch.float64, 1e-10)
-
-
-def test_float32() -> None:
-    mask = spanwise.SpanMask.documents([0, 7, 64])
-    plan = spanwise.make_plan(mask, 3, balancer="head_tail", exchange="needed", block_size=4)
-    _check(plan, [(0, 7), (7, 64)], 4, "silu", torch.float32, 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -113,24 +98,4 @@ def test_only_rows_before_runs_travel() -> None:
     # Rank 1 reads 7 to 9, and 22 to 24; rank 0 begins a document at 20.
     found = [document_runs.halo(everyone, rank, 2, layout.num_tokens(rank), 3) for rank in (0, 1)]
     assert layout.indices(0)[found[0].send].tolist() == [7, 8, 9, 22, 23, 24]
-    assert [x.send_counts.tolist() for x in found] == [[0, 6], [0, 0]]
-    assert [x.recv_counts.tolist() for x in found] == [[0, 0], [6, 0]]
-
-
-def test_dtensors_are_refused() -> None:
-    """Before any collective, which is then one of plain tensors on some ranks and of others elsewhere."""
-    plan = spanwise.make_plan(spanwise.SpanMask.causal(8), 2, balancer="contiguous", block_size=4)
-
-    def on_rank(rank: int, mesh: Any) -> None:
-        route = recurrence.recurrence_route(plan, mesh)
-        weight = DTensor.from_local(torch.ones(3, 4), mesh, [Replicate()], run_check=False)
-        x = torch.ones(4, 3, 1)
-        with CommDebugMode() as counted:
-            with pytest.raises(ValueError, match="weight is a DTensor"):
-                recurrence.causal_conv(x[..., 0], weight, None, route)
-            with pytest.raises(ValueError, match=r"v is a DTensor .* by v\.to_local"):
-                v = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
-                recurrence.gated_linear(x, x, v, torch.zeros(4, 3), route)
-        assert counted.get_total_counts() == 0
-
-    run_ranks(2, on_rank)
+    assert [(x.send_counts.tolist(), x.recv_counts.tolist()) for x in found] == [([0, 6], [0, 0]), ([0, 0], [6, 0])]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import spanwise
 from spanwise import recurrence
 from tests.ranks.gloo import GlooPool
 from tests.recurrence import problem as problems
@@ -82,48 +81,6 @@ def test_compiled_once_for_all_plans_and_checkpointed(gloo_pool: GlooPool, compi
             orders
             == ["run opened start run opened wait compose read", "vjp adjoint start vjp wait compose vjp vjp"][:count]
         )
-
-
-def _compiled_calls(problem: Any, inputs: list[Any], route: Any, way: Any, rank: int) -> dict[str, Any]:
-    """Calls of compiled code by what differs between the ranks, each of tensors."""
-    scale = 1.0 + rank
-    return {
-        "layers": lambda q, k, v, decay, beta: (
-            recurrence.gated_linear(q, k, v, decay, route)
-            if rank
-            else recurrence.gated_delta(q, k, v, decay, beta, route)
-        ),
-        "scales": lambda *x: recurrence.gated_delta(*x, route, scale=scale),
-        "widths": lambda q, k, v, *_: recurrence.causal_conv(v.flatten(1), torch.ones(10, 2 + rank), None, route),
-        "head dims": lambda q, k, v, decay, beta: recurrence.gated_linear(q, k, v[..., : 4 + rank], decay, route),
-        "moves": lambda q, *_: spanwise.relayout(q[..., : 1 + rank], way, dim=0),
-    }
-
-
-def _compiled_disagreeing(rank: int, mesh: Any, plans: list[Any], problem: Any) -> list[str]:
-    texts = []
-    route, way = recurrence.recurrence_route(plans[0], mesh), spanwise.relayout_route(*plans, mesh)
-    inputs = [plans[0].shard(x, rank, dim=0).float() for x in problem.inputs]
-    for what, call in _compiled_calls(problem, inputs, route, way, rank).items():
-        torch._dynamo.reset()
-        backend = "aot_eager" if what in ("scales", "moves") else "eager"  # AOTAutograd takes as long as the rest
-        try:
-            torch.compile(call, fullgraph=True, backend=backend)(*inputs)
-            texts.append("")
-        except spanwise.MismatchError as error:
-            texts.append(str(error))
-    return texts
-
-
-@pytest.mark.compiles
-def test_compiled_ranks_that_disagree(gloo_pool: GlooPool) -> None:
-    """Before a collective starts, and so that the groups go on working."""
-    plans = [plan_of(CUTS[1], 2), spanwise.make_plan(spanwise.SpanMask.documents(CUTS[1]), 2, balancer="contiguous")]
-    problem = problems.make("gdn", 90, documents_of(CUTS[1]))
-    wanted = ["compiled gated_delta", "1.0", "compiled causal_conv", "(1, 3, 2, 3, 2, 4, 2, 1)", "compiled relayout"]
-    for texts in gloo_pool.run(2, _compiled_disagreeing, plans, problem):
-        for number, (text, want) in enumerate(zip(texts, wanted, strict=True)):
-            assert f"ranks disagree on call {number + 3} in" in text and want in text, text
 
 
 def _routes(rank: int, mesh: Any, plan: Any) -> None:

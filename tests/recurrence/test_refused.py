@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 import spanwise
 from spanwise import SpanMask, recurrence
@@ -23,6 +25,9 @@ TWO, OTHER, LONGER = (
 )
 
 
+MOVE = functools.partial(spanwise.relayout_route, TWO, OTHER)
+
+
 def linear(*inputs: torch.Tensor, **options: Any) -> Any:
     return recurrence.gated_linear(*inputs, ROUTE, **options)
 
@@ -37,6 +42,10 @@ def on_ranks(call: Callable[[Any], Any]) -> Any:
 
 def zeros(*shape: int, **options: Any) -> torch.Tensor:
     return torch.zeros(*shape, **options)
+
+
+def dtensor(x: torch.Tensor, mesh: Any) -> DTensor:
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -67,10 +76,9 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: spanwise.relayout(zeros(1, 128, 2), TWO, LONGER), r"from_plan has .* = \(256, 2\), to_plan \(257, 2\)"),
     (lambda: spanwise.relayout(zeros(1, 128, 2), TWO), "needs to_plan"),
     (lambda: on_ranks(lambda mesh: spanwise.relayout(zeros(1, 256, 2), TWO, OTHER, mesh)), "this rank's 128 tokens"),
-    (
-        lambda: on_ranks(lambda mesh: spanwise.relayout(X, spanwise.relayout_route(TWO, OTHER, mesh), OTHER)),
-        "holds both plans",
-    ),
+    (lambda: on_ranks(lambda mesh: spanwise.relayout(X, MOVE(mesh), OTHER)), "both plans"),
+    (lambda: on_ranks(lambda mesh: recurrence.causal_conv(X, dtensor(W, mesh), None, ROUTE)), "weight is a DTensor"),
+    (lambda: on_ranks(lambda mesh: linear(Q, K, dtensor(V, mesh), DECAY)), r"v is a DTensor .* v\.to_local"),
 ]
 
 
