@@ -124,9 +124,9 @@ DIFFERING = [
     compiled("token_logprobs", "aot_eager", "a temperature"),
     compiled("cross_entropy", "aot_eager", "a count", "no count"),
     compiled("unshard_edges", "aot_eager", "dtype", marks=(COMPILED, SLOW)),
-    compiled("gated_delta", "aot_eager", "normalized"),
-    compiled("causal_conv", "aot_eager"),
-    compiled("relayout", "aot_eager", "columns"),
+    compiled("gated_delta", "eager", "normalized"),
+    compiled("causal_conv", "eager"),
+    compiled("relayout", "eager", "columns"),
     *(compiled(name, "inductor", marks=(COMPILED, SLOW)) for name in ("token_logprobs", "cross_entropy")),
 ]
 
@@ -183,36 +183,22 @@ class Step(NamedTuple):
     ranks: int = 2
     exchange: str = "needed"
     backend: str | None = None
-    marks: Any = ()
     mesh: Any = {}  # noqa: RUF012
 
 
-SKIPS = {"forward": "f f f b0 b1 b2", "backward": "f f f f b1 b2 b3"}
-ORDERS = {
-    "backwards": ("f f b1 b0", "f f b0 b1"),
-    "a checkpoint": ("f f b1 b0", "c c b1 b0"),
-    "q alone": ("f f b1 b0", "f q0"),
-    "forwards": ("f n b1 b0", "n f b1 b0"),
-}
-QUICK = [(0, 1), (1, 2), (2, 0), (3, 1), (4, 0)]  # exchange and order in `make test`
+THREE, FOUR, LESS = "f f f b0 b1 b2", "f f f f b0 b1 b2 b3", "f f f f b1 b2 b3"
 STEPS = {
-    **{f"{name} without a backward": Step(name, "f f f b0 b1 b2", "f f f b1 b2", 4, ("backward of ",))
+    **{f"{name} without a backward": Step(name, THREE, "f f f b1 b2", 4, ("backward of ",))
        for name in ("token_logprobs", "unshard_edges", "gated_delta", "causal_conv", "relayout")},
-    **{f"compiled {name} without a backward": Step(
-        name, "f f f b0 b1 b2", "f f f b1 b2", 4, ("backward of ",), backend="aot_eager", marks=(COMPILED, SLOW))
-       for name in ("token_logprobs", "unshard_edges", "gated_delta", "causal_conv", "relayout")},
-    **{f"compiled layers, one left out, by {backend}": Step(
-        "attention", "f f f b0 b1 b2", "f f b0 b1", 5, ("rank 1: backward of compiled context_parallel_attention",),
-        backend=backend, marks=(COMPILED,) if backend == "aot_eager" else (COMPILED, SLOW))
-       for backend in ("aot_eager", "inductor")},
-    **{f"{exchange} without a {moment}": Step(
-        "attention", "f f f f b0 b1 b2 b3", words, 3, ("backward of context_parallel_attention",), 2, exchange,
-        marks=() if (exchange == "needed") == (moment == "forward") else SLOW)
-       for exchange in EXCHANGES[:3] for moment, words in SKIPS.items()},
-    **{f"{exchange}, another order of {order}, {ranks} ranks": Step(
-        "attention", *ORDERS[order], before, ("mask near" if order == "forwards" else "of call",), ranks, exchange,
-        marks=() if (i, j) in QUICK and (ranks == 3) == (i % 2 == 0) else SLOW)
-       for i, exchange in enumerate(EXCHANGES) for j, order in enumerate(ORDERS) for before, ranks in ((0, 2), (4, 3))},
+    **{f"{exchange} without a {moment}": Step("attention", FOUR, words, 3, ("backward of context_p",), 2, exchange)
+       for exchange, moment, words in (("needed", "forward", THREE), ("all_gather", "backward", LESS),
+                                       ("ring", "backward", LESS))},
+    # Another order of the same calls: backwards, under a checkpoint, of q alone, forwards.
+    "needed, under a checkpoint": Step("attention", "f f b1 b0", "c c b1 b0", 4, ("of call",), 3, "needed"),
+    "all_gather, of q alone": Step("attention", "f f b1 b0", "f q0", 0, ("of call",), 2, "all_gather"),
+    "ring, backwards": Step("attention", "f f b1 b0", "f f b0 b1", 4, ("of call",), 3, "ring"),
+    "ulysses, forwards": Step("attention", "f n b1 b0", "n f b1 b0", 0, ("mask near",), 2, "ulysses"),
+    "hierarchical, backwards": Step("attention", "f f b1 b0", "f f b0 b1", 4, ("of call",), 3, "hierarchical"),
     "a plan for each step": Step("attention", "p f b0", "p f", 4, ("rank 0: backward of context_parallel",
                                                                    r"rank 1: plan.local\(")),
     "two known plans": Step("attention", "f b0 g b1", "g b0 g b1", 8, ("rank 1: plan ",), 3),
@@ -221,6 +207,14 @@ STEPS = {
     "the same": Step("attention", "f n g c b3 b2 b1 b0", "f n g c b3 b2 b1 b0", 3, (), 3),
     "the same on a ring": Step("attention", "f n b1 q0", "f n b1 q0", 3, (), 3, "ring"),
 }  # fmt: skip
+STEPS["compiled layers, one left out"] = Step(
+    "attention",
+    THREE,
+    "f f b0 b1",
+    5,
+    ("rank 1: backward of compiled context_parallel_attention",),
+    backend="aot_eager",
+)
 
 
 def steps(rank: int, mesh: DeviceMesh, name: str) -> str:
@@ -238,7 +232,9 @@ def steps(rank: int, mesh: DeviceMesh, name: str) -> str:
     return mismatch(run)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=x.marks) for name, x in STEPS.items()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=(COMPILED,) if x.backend else ()) for name, x in STEPS.items()]
+)
 def test_steps_that_differ(gloo_pool: GlooPool, name: str) -> None:
     step = STEPS[name]
     for text in gloo_pool.run(step.ranks, steps, name, **step.mesh):
@@ -246,20 +242,18 @@ def test_steps_that_differ(gloo_pool: GlooPool, name: str) -> None:
         assert bool(text) == bool(step.texts), text
 
 
-def counts(rank: int, mesh: DeviceMesh, backend: str | None) -> list[str]:
+def counts(rank: int, mesh: DeviceMesh) -> list[str]:
     """Counts in tensors of the host; and of ranks on two axes, where the loss is the mean over all of them."""
-    torch._dynamo.reset()
     both, said = mesh["dp", "cp"], []
     for count, own in ((12, 3 + rank // 3), (torch.tensor(6), torch.tensor(6 - 3 * (rank == 3)))):
-        play("cross_entropy", both, made("cross_entropy", both, {"count": count}, backend), STEP)
-        call = made("cross_entropy", both, {"count": own}, backend)
+        play("cross_entropy", both, made("cross_entropy", both, {"count": count}), STEP)
+        call = made("cross_entropy", both, {"count": own})
         said.append(mismatch(lambda call=call: play("cross_entropy", both, call, STEP)))
     return said
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=[SLOW, COMPILED])])
-def test_counts_are_compared_over_two_axes(gloo_pool: GlooPool, backend: str | None) -> None:
-    for first, second in gloo_pool.run(4, counts, backend, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp")):
+def test_counts_are_compared_over_two_axes(gloo_pool: GlooPool) -> None:
+    for first, second in gloo_pool.run(4, counts, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp")):
         assert "rank 3: amount 4.0" in first, first
         assert "cross_entropy(amount 6.0" in second and "rank 3: amount 3.0" in second, second
 
@@ -288,10 +282,7 @@ def lives_on(rank: int, mesh: DeviceMesh, name: str, steady: int) -> str:
 REFUSED = [name for name in CALLS if name not in ("unshard_edges", "each_loss", "gated_delta")]
 
 
-@pytest.mark.parametrize("steady", [0, 16])
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in ("attention", "linear_cross_entropy") else SLOW) for x in REFUSED]
-)
+@pytest.mark.parametrize(("name", "steady"), [(name, 16 * (i % 2)) for i, name in enumerate(REFUSED)])
 def test_the_others_learn_why_a_call_was_refused(gloo_pool: GlooPool, name: str, steady: int) -> None:
     first, second, third = gloo_pool.run(3, lives_on, name, steady)
     for text in (first, third):
@@ -313,7 +304,7 @@ class Fragile(torch.autograd.Function):
         return grad, None
 
 
-def fails(rank: int, mesh: DeviceMesh, inside: str, exchange: str, steady: int, whom: tuple[int, ...]) -> list[str]:
+def fails(rank: int, mesh: DeviceMesh, inside: str, steady: int, whom: tuple[int, ...]) -> list[str]:
     """Some ranks fail inside a call, or in the backward between two; they leave the step out and go on."""
     said, failing = [], False
 
@@ -324,7 +315,7 @@ def fails(rank: int, mesh: DeviceMesh, inside: str, exchange: str, steady: int, 
 
     # Where all are to fail alike, they may be late by any time.
     with mock.patch.object(compare, "PATIENCE", HANG if len(whom) > 1 else compare.PATIENCE):
-        call = attention(mesh, {"exchange": exchange, "kernel": "reference", "score_mod": score_mod})
+        call = attention(mesh, {"kernel": "reference", "score_mod": score_mod})
         for number in range(steady + 3):
             failing = rank in whom and number == steady
             x = torch.ones(TOKENS, 8, requires_grad=inside == "backward")
@@ -337,17 +328,10 @@ def fails(rank: int, mesh: DeviceMesh, inside: str, exchange: str, steady: int, 
     return said
 
 
-@pytest.mark.parametrize(
-    ("inside", "exchange", "steady"),
-    [
-        ("forward", "needed", 8), ("backward", "needed", 8),
-        pytest.param("forward", "needed", 0, marks=SLOW), pytest.param("forward", "ring", 8, marks=SLOW),
-        pytest.param("backward", "needed", 0, marks=SLOW),
-    ],
-)  # fmt: skip
-def test_a_rank_that_fails_ends_the_step_for_all(gloo_pool: GlooPool, inside: str, exchange: str, steady: int) -> None:
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_a_rank_that_fails_ends_the_step_for_all(gloo_pool: GlooPool, inside: str) -> None:
     """Its next call would meet what the others still do in this one: wrong numbers, a hang, or an abort inside gloo."""
-    first, second, third = gloo_pool.run(3, fails, inside, exchange, steady, (1,))
+    first, second, third = gloo_pool.run(3, fails, inside, 8, (1,))
     for text in (*first, *second[1:], *third):  # a rank that needs nothing of rank 1 finds its error in the next call
         assert text.startswith(("MismatchError", "ExchangeError")) and "rank 1" in text, text
     assert inside == "backward" or all("no memory" in texts[0] for texts in (first, third)), (first, third)
@@ -355,7 +339,7 @@ def test_a_rank_that_fails_ends_the_step_for_all(gloo_pool: GlooPool, inside: st
 
 
 def test_ranks_that_fail_alike_go_on(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(3, fails, "backward", "needed", 3, (0, 1, 2)) == [["OutOfMemoryError no memory"]] * 3
+    assert gloo_pool.run(3, fails, "backward", 3, (0, 1, 2)) == [["OutOfMemoryError no memory"]] * 3
 
 
 def alike(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
@@ -404,13 +388,7 @@ def one_stays_away(rank: int, mesh: DeviceMesh, name: str, refused: bool) -> Any
     return None
 
 
-AWAY = [("attention", False), ("linear_cross_entropy", True)]
-
-
-@pytest.mark.parametrize(
-    ("name", "refused"),
-    [*AWAY, *(pytest.param(name, False, marks=SLOW) for name in CALLS if (name, False) not in AWAY)],
-)
+@pytest.mark.parametrize(("name", "refused"), [("attention", False), ("linear_cross_entropy", True)])
 def test_a_rank_that_stays_away_is_named_after_the_timeout_of_the_group(
     gloo_pool: GlooPool, name: str, refused: bool
 ) -> None:

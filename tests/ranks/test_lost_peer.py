@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -44,22 +42,13 @@ def lose(how: str) -> None:
         store.wait([f"{rank} has failed" for rank in (0, 2, 3)], timedelta(seconds=HANG))
     if how == "stuck":
         time.sleep(NEVER)
-    if how in ("closed", "silent"):
-        cut(store, how)
-
-
-def cut(store: Any, how: str) -> None:
-    """Close or silence all connections of this process but that to the store."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a packet filter: accept no byte
-    for link in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link))) as connection:
-            if connection.family == socket.AF_INET and connection.getpeername()[1] != store.port:
-                if how == "closed":
+    if how == "closed":  # all connections of this process but that to the store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        for link in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link))) as connection:
+                if connection.family == socket.AF_INET and connection.getpeername()[1] != store.port:
                     connection.shutdown(socket.SHUT_RDWR)
-                else:
-                    connection.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(nothing)))
 
 
 def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, how: str, lost: int) -> None:
@@ -78,7 +67,7 @@ def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, 
         lose(how)
     local = plan.local(mesh, "cpu")
     q, k, v = (torch.ones(1, 4, local.tokens.shape[1], 16, requires_grad=True) for _ in range(3))
-    grace = HANG if how in ("late", "closed", "silent") else failure.GRACE
+    grace = HANG if how in ("late", "closed") else failure.GRACE
     try:
         for step in range(9):
             is_lost = rank == lost and step == 8
@@ -196,8 +185,6 @@ SCENARIOS: dict[str, Scenario] = {
     "late": Scenario((NEEDED, "forward", "late", 1), ALL, (), TO_ALL, ("Timed out", "all ranks are there"),
                      {"timeout": TIMEOUT}),
     "a closed link": Scenario((NEEDED, "backward", "closed", 0), (0, 1), (), GRADIENTS, (DEAD_LINK,), TWO),
-    "a silent link": Scenario((NEEDED, "backward", "silent", 0), (0, 1), (), GRADIENTS, ("Timed out", DEAD_LINK),
-                              TWO | {"timeout": TIMEOUT}, SLOW),
     "the store": Scenario((NEEDED, "forward", "killed", 0), (1, 2, 3), (0,), TO_ALL,
                           ("the group's store is gone, for its host .usually rank 0. has ended",),
                           {"store_in_rank_0": True}),
