@@ -55,9 +55,12 @@ class Model(nn.Module):
 
     def __init__(self, mesh: Any = None, forgets: float = 0.0) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.mesh, self.forgets, self.embed = mesh, forgets, nn.Embedding(50, 8).requires_grad_(False)
         self.qkv, self.out = (nn.ModuleList([nn.Linear(8, n, bias=False) for _ in range(2)]) for n in (24, 8))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=0.3, generator=generator)
 
     def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
         for qkv, out in zip(self.qkv, self.out, strict=True):
