@@ -342,6 +342,14 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Inside, autograd records, also in an operator of ``torch.library``."""
+    keys = torch._C.DispatchKey.AutogradFunctionality
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(keys, False):
+        yield
+
+
 def after_backward(do: Callable[[], None]) -> None:
     """Call `do` at the end of the backward pass that runs in this thread, unless that raises."""
     torch.autograd.Variable._execution_engine.queue_callback(do)

@@ -43,12 +43,6 @@ class DocumentRuns(NamedTuple):
         """The chosen runs."""
         return DocumentRuns(**{name: values[which] for name, values in self._asdict().items()})
 
-    def backwards(self) -> DocumentRuns:
-        """The runs in the order in which gradients pass through them: last first, ends for starts."""
-        last_first = self.of(np.arange(len(self.rank))[::-1])
-        document = last_first.document.max(initial=0) - last_first.document
-        return last_first._replace(document=document, opens=last_first.closes, closes=last_first.opens)
-
 
 def find(layout: Layout, documents: list[Packing]) -> DocumentRuns:
     """The runs of all ranks. One entry of `documents`, like one row of the layout, serves every batch row."""

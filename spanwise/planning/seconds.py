@@ -251,7 +251,7 @@ def recurrent(plan: PlanData) -> dict[str, tuple[int, float]]:
     """
     own, rates = plan.recurrent(), plan.hardware
     runs = document_runs.find(own.layout, documents.packings(plan, state=True))
-    ahead, back = (document_runs.map_traffic(each, plan.num_ranks) for each in (runs, runs.backwards()))
+    ahead = document_runs.map_traffic(runs, plan.num_ranks)
     moved = np.zeros_like(ahead)  # tokens, receivers by senders
     for row in range(plan.layout.batch_size if plan.relayout else 0):
         pieces = own.layout.pieces(row)
@@ -260,7 +260,7 @@ def recurrent(plan: PlanData) -> dict[str, tuple[int, float]]:
     np.fill_diagonal(moved, 0)
     found = {}
     for name, of in (plan.recurrences or {}).items():
-        layer = rates.all_to_all_seconds(ahead * of.map_bytes) + rates.all_to_all_seconds(back * of.map_bytes)
+        layer = rates.all_to_all_seconds(ahead * of.map_bytes) + rates.all_to_all_seconds(ahead.T * of.map_bytes)
         moves = sum(2 * rates.all_to_all_seconds(moved * of.hidden * size) for size in (plan.itemsize, 4))
         found[name] = int(ahead.sum()), of.layers * layer + min(of.layers, sum(plan.weights.values())) * moves
     return found

@@ -28,10 +28,9 @@ docs/decisions says how much slower autograd of the forward is.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from spanwise.recurrence.slabs import Inputs, Slab, rows, write
 
@@ -45,17 +44,17 @@ class Terms(NamedTuple):
     """What the chunks of a slab need whatever the state; ``[n, H, …]``, in float32 at least."""
 
     k: Tensor  # [C, K]
-    q: Tensor  # [C, K]
-    v: Tensor | None  # [C, V]
+    q: Tensor | None  # [C, K]
+    v: Tensor  # [C, V]
     beta: Tensor | None  # [C, 1]
     pairs: Tensor  # [C, C, d], decay from token j to token i
     since: Tensor  # [C, d], decay from the chunk's start, with token i's own
     until: Tensor  # [C, d], decay from token i to the chunk's end
     kk: Tensor | None  # [C, C]
-    qk: Tensor  # [C, C]
+    qk: Tensor | None  # [C, C]
     system: Tensor | None  # [C, C], I + tril(beta kk, -1)
     solved_k: Tensor | None  # [C, K]
-    values: Tensor | None  # [C, V], v, or solved
+    values: Tensor  # [C, V], v, or solved
 
 
 def largest(inputs: Inputs) -> int:
@@ -92,23 +91,22 @@ def between(log_decay: Tensor) -> Tensor:
 def terms(slab: Slab, inputs: Inputs) -> Terms:
     """What the chunks of a slab need whatever the state."""
     q, k, v, g, beta = (x if x is None else taken(x, slab.tokens, inputs.heads) for x in inputs)
-    assert q is not None and k is not None and g is not None
+    assert k is not None and v is not None and g is not None
     pairs = between(g)
     since, until = g.cumsum(2).exp(), pairs[:, :, -1]
-    if g.shape[-1] == 1:
-        qk = q @ k.mT * pairs[..., 0]
-        kk = None if beta is None else k @ k.mT * pairs[..., 0]
-    else:
-        decayed = pairs * k.unsqueeze(2)
-        qk = (decayed @ q.unsqueeze(-1)).squeeze(-1)
-        kk = None if beta is None else (decayed @ k.unsqueeze(-1)).squeeze(-1)
-    if beta is None or kk is None:
+    decayed = pairs * k.unsqueeze(2) if g.shape[-1] > 1 else None
+
+    def products(x: Tensor) -> Tensor:
+        return x @ k.mT * pairs[..., 0] if decayed is None else (decayed @ x.unsqueeze(-1)).squeeze(-1)
+
+    qk = None if q is None else products(q)
+    if beta is None:
         return Terms(k, q, v, None, pairs, since, until, None, qk, None, None, v)
-    beta = beta.unsqueeze(-1)
+    beta, kk = beta.unsqueeze(-1), products(k)
     system = (beta * kk).tril(-1) + torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
-    right = since * k if v is None else torch.cat([since * k, v], dim=-1)
-    solved = torch.linalg.solve_triangular(system, beta * right, upper=False, unitriangular=True)
-    solved_k, values = solved[..., : k.shape[-1]], solved[..., k.shape[-1] :]
+    right = beta * torch.cat([since * k, v], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    solved_k, values = solved.split([k.shape[-1], v.shape[-1]], dim=-1)
     return Terms(k, q, v, beta, pairs, since, until, kk, qk, system, solved_k, values)
 
 
@@ -118,14 +116,13 @@ def scan(slab: Slab, of: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         state: ``[P, H, K, V]``, before the slab; afterwards behind it.
     """
-    assert of.values is not None
     before, new, first, written = [], [], 0, of.until * of.k
     for size in slab.sizes:
         chunks, entry = slice(first, first + size), state[:size].clone()
         before.append(entry)
         found = of.values[chunks]
         if of.solved_k is not None:
-            found = F.pad(found, (0, entry.shape[-1] - found.shape[-1])) - of.solved_k[chunks] @ entry
+            found = found - of.solved_k[chunks] @ entry
         state[:size] = of.since[chunks, :, -1].unsqueeze(-1) * entry + written[chunks].mT @ found
         new.append(found)
         first += size
@@ -135,24 +132,31 @@ def scan(slab: Slab, of: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
 def outputs(of: Terms, states: tuple[Tensor, Tensor]) -> Tensor:
     """``[n, H, C, V]``, not scaled yet; `states` from `scan`."""
     before, new = states
+    assert of.q is not None and of.qk is not None
     return (of.since * of.q) @ before + of.qk @ new
 
 
-def scan_back(slab: Slab, of: Terms, d_out: Tensor, d_state: Tensor) -> tuple[Tensor, Tensor]:
+def scan_back(slab: Slab, of: Terms, d_out: Tensor | None, d_state: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the state after, and of U of, every chunk of a slab.
 
     Args:
-        d_out: ``[n, H, C, V]``, times the scale.
+        d_out: ``[n, H, C, V]``, times the scale; None where there are no outputs.
         d_state: ``[P, H, K, V]``, of the states after the slab; afterwards of those before it.
     """
-    through_out, read, written = of.qk.mT @ d_out, (of.since * of.q).mT @ d_out, of.until * of.k
-    after, d_new, stop = [], [], sum(slab.sizes)
+    through_out = read = None
+    if d_out is not None:
+        assert of.q is not None and of.qk is not None
+        through_out, read = of.qk.mT @ d_out, (of.since * of.q).mT @ d_out
+    after, d_new, stop, written = [], [], sum(slab.sizes), of.until * of.k
     for size in reversed(slab.sizes):
         chunks, leaving = slice(stop - size, stop), d_state[:size].clone()
         after.append(leaving)
-        found = through_out[chunks] + written[chunks] @ leaving
+        found = written[chunks] @ leaving
+        entering = of.since[chunks, :, -1].unsqueeze(-1) * leaving
+        if through_out is not None and read is not None:
+            found += through_out[chunks]
+            entering += read[chunks]
         d_new.append(found)
-        entering = read[chunks] + of.since[chunks, :, -1].unsqueeze(-1) * leaving
         if of.solved_k is not None:
             entering -= of.solved_k[chunks].mT @ found
         d_state[:size] = entering
@@ -160,67 +164,68 @@ def scan_back(slab: Slab, of: Terms, d_out: Tensor, d_state: Tensor) -> tuple[Te
     return torch.cat(after[::-1]), torch.cat(d_new[::-1])
 
 
-def gradients(of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor, back: tuple[Tensor, Tensor]) -> list[Any]:
-    """Gradients of q, k, v, log_decay and beta, each ``[n, H, C, …]``.
+def gradients(
+    of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor | None, back: tuple[Tensor, Tensor]
+) -> list[Tensor]:
+    """Gradients of q, k, v, log_decay and beta, each ``[n, H, C, …]``, without those that there are not.
 
     Args:
         states, back: from `scan` and `scan_back`.
-        d_out: ``[n, H, C, V]``, times the scale.
+        d_out: ``[n, H, C, V]``, times the scale; None where there are no outputs.
     """
     (before, new), (after, d_new) = states, back
-    d_qk = (d_out @ new.mT).tril()
-    d_read = d_out @ before.mT  # of decay · Q
     d_written = new @ after.mT  # of decay to the end · K
-    d_total = (after * before).sum(-1)  # of the decay of the whole chunk
-    d_v, d_kk, d_beta, d_entered = d_new, None, None, None
+    d_k = of.until * d_written
+    d_until = of.until * of.k * d_written  # gradients of the logarithms of decays
+    d_since, d_total = torch.zeros_like(d_until), of.since[:, :, -1] * (after * before).sum(-1)
+    d_v, d_beta, pairs = d_new, [], []
+    if d_out is not None:
+        assert of.q is not None and of.qk is not None
+        d_read = d_out @ before.mT  # of decay · Q
+        pairs.append(((d_out @ new.mT).tril(), of.q, of.qk))
+        d_since += of.since * of.q * d_read
     if of.system is not None:
-        assert of.v is not None and of.beta is not None and of.kk is not None
+        assert of.beta is not None and of.kk is not None
         d_right = torch.linalg.solve_triangular(of.system.mT, d_new, upper=True, unitriangular=True)
         d_system = (d_right @ new.mT).tril(-1).neg_()
         error = of.v - (of.since * of.k) @ before
-        d_beta = (d_right * error).sum(-1) + (d_system * of.kk).sum(-1)
+        d_beta = [(d_right * error).sum(-1) + (d_system * of.kk).sum(-1)]
         d_v = of.beta * d_right
-        d_kk, d_entered = of.beta * d_system, -(d_v @ before.mT)  # of K Kᵀ · D and of decay · K
-    d_q, d_k, d_decay = _of_pairs(of, d_qk, d_kk)
-    d_q += of.since * d_read
-    d_k += of.until * d_written
-    d_since = of.since * of.q * d_read  # gradients of the logarithms of decays
-    d_until = of.until * of.k * d_written
-    if d_entered is not None:
+        pairs.append((of.beta * d_system, of.k, of.kk))
+        d_entered = -(d_v @ before.mT)  # of decay · K
         d_k += of.since * d_entered
         d_since += of.since * of.k * d_entered
-    d_total = of.since[:, :, -1] * d_total
+    d_left, d_right_k, d_decay = _of_pairs(of, pairs)
+    d_k += d_right_k
+    d_q = []
+    if d_out is not None:
+        d_q = [d_left[0] + of.since * d_read]
+    if of.system is not None:
+        d_k += d_left[-1]
     if of.since.shape[-1] == 1:
         d_since, d_until, d_total = (x.sum(-1, keepdim=True) for x in (d_since, d_until, d_total))
     d_decay += d_since.flip(2).cumsum(2).flip(2) + d_total.unsqueeze(2)
     d_decay[:, :, 1:] += d_until.cumsum(2)[:, :, :-1]
-    return [d_q, d_k, d_v, d_decay, d_beta]
+    return [*d_q, d_k, d_v, d_decay, *d_beta]
 
 
-def _of_pairs(of: Terms, d_qk: Tensor, d_kk: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and log_decay through the products of pairs of tokens."""
-    if of.pairs.shape[-1] == 1:
-        pairs = of.pairs[..., 0]
-        d_q, d_k = (d_qk * pairs) @ of.k, (d_qk * pairs).mT @ of.q
-        d_log = d_qk * of.qk
-        if d_kk is not None:
-            assert of.kk is not None
-            d_k += (d_kk * pairs) @ of.k + (d_kk * pairs).mT @ of.k
-            d_log += d_kk * of.kk
-        d_log = d_log.unsqueeze(-1)
-    else:
-        decayed = of.pairs * of.k.unsqueeze(2)
-        d_q = (d_qk.unsqueeze(3) @ decayed).squeeze(3)
-        sent = d_qk.unsqueeze(-1) * of.q.unsqueeze(3)  # [i, j, K]
-        d_k = torch.zeros_like(d_q)
-        if d_kk is not None:
-            d_k += (d_kk.unsqueeze(3) @ decayed).squeeze(3)
-            sent += d_kk.unsqueeze(-1) * of.k.unsqueeze(3)
-        d_k += (sent * of.pairs).sum(2)
-        d_log = sent * decayed
+def _of_pairs(of: Terms, given: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Gradients of each x, of k and of log_decay through ``x Kᵀ · D``; `given` are gradients of these, x, and these."""
+    d_left, d_k, d_log = [], torch.zeros_like(of.k), torch.zeros_like(of.pairs)
+    for d, x, product in given:
+        if of.pairs.shape[-1] == 1:
+            decayed = d * of.pairs[..., 0]
+            d_left.append(decayed @ of.k)
+            d_k += decayed.mT @ x
+            d_log += (d * product).unsqueeze(-1)
+        else:
+            sent = d.unsqueeze(-1) * x.unsqueeze(3) * of.pairs  # [i, j, K]
+            d_left.append((d.unsqueeze(3) @ (of.pairs * of.k.unsqueeze(2))).squeeze(3))
+            d_k += sent.sum(2)
+            d_log += sent * of.k.unsqueeze(2)
     # Token l decays the pairs with j < l <= i; as in `between`, a row of all chunks at a time.
     d_decay, below = torch.zeros_like(d_log[:, :, 0]), torch.zeros_like(d_log[:, :, 0])
     for row in reversed(range(d_log.shape[2])):
         below += d_log[:, :, row]
         d_decay[:, :, row] = below[:, :, :row].sum(2)
-    return d_q, d_k, d_decay
+    return d_left, d_k, d_decay

@@ -24,13 +24,11 @@ def gated_linear(
     route: RecurrenceRoute,
     *,
     scale: float | None = None,
-    initial: torch.Tensor | None = None,
-    return_final: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Linear attention with decay, on this rank's shard, inside documents. Differentiable; collective.
 
     Along each document, for each head: ``S = exp(log_decay) * S + k ⊗ v`` and ``out = scale * q @ S``, with S of zeros
-    (or `initial`) before the first token. Mamba-2: q = C, k = B, v = dt * x, log_decay = dt * A, ``scale=1``.
+    before the first token. Mamba-2: q = C, k = B, v = dt * x, log_decay = dt * A, ``scale=1``.
 
     Args:
         q, k: ``[B, T, Hk, K]`` or ``[T, Hk, K]``, this rank's shard. Their heads divide those of `v`; each serves
@@ -40,13 +38,9 @@ def gated_linear(
             ``[H]`` (lightning attention).
         route: of the plan, by `recurrence_route`.
         scale: of the output; default ``K ** -0.5``.
-        initial: ``[B, n, H, K, V]`` (``[n, H, K, V]`` without B), states before the documents ``route.starts``.
-            Where documents differ by batch row (``route.rows > 1``) there is no B.
-        return_final: also return the states after the documents ``route.ends``, ``[B, m, H, K, V]``, in float32 at
-            least.
 
     Returns:
-        out as `v`; 0 in padding. With `return_final` a pair ``(out, states)``.
+        As `v`; 0 in padding.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -60,7 +54,7 @@ def gated_linear(
     >>> recurrence.gated_linear(ones, ones, ones, torch.zeros(4, 1), recurrence.recurrence_route(plan)).flatten()
     tensor([1., 2., 1., 2.])
     """
-    return _layer("gated_linear", q, k, v, log_decay, None, route, scale, initial, return_final)
+    return _layer("gated_linear", q, k, v, log_decay, None, route, scale)
 
 
 @tells_refusals
@@ -74,9 +68,7 @@ def gated_delta(
     *,
     scale: float | None = None,
     normalize: bool = False,
-    initial: torch.Tensor | None = None,
-    return_final: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Gated delta rule on this rank's shard, inside documents. Differentiable; collective.
 
     Along each document, for each head: ``S = exp(log_decay) * S``, then ``S = S + k ⊗ beta (v - k @ S)`` and
@@ -84,7 +76,7 @@ def gated_delta(
     key dim.
 
     Args:
-        q, k, v, log_decay, route, scale, initial, return_final: as in `gated_linear`.
+        q, k, v, log_decay, route, scale: as in `gated_linear`.
         beta: ``[…, T, H]``, how much of the error is written.
         normalize: divide q and k by their norms first (``x * rsqrt(sum(x²) + 1e-6)``).
 
@@ -108,7 +100,7 @@ def gated_delta(
         wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
         unit = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in wide)
         q, k = (x.to(dtype) for x, dtype in zip(unit, (q.dtype, k.dtype), strict=True))
-    return _layer(name, q, k, v, log_decay, beta, route, scale, initial, return_final)
+    return _layer(name, q, k, v, log_decay, beta, route, scale)
 
 
 def _layer(
@@ -120,12 +112,10 @@ def _layer(
     beta: torch.Tensor | None,
     route: RecurrenceRoute,
     scale: float | None,
-    initial: torch.Tensor | None,
-    return_final: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     scale = _torch.constant(scale)
     check_transforms(q, k, v, log_decay)
-    check_route(route, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "initial": initial})
+    check_route(route, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta})
     _check(q, k, v, log_decay, beta, route, scale)
     flat, heads = v.dim() == 3, v.shape[-2]
     q_RBHK, k_RBHK, v_RBHV = (to_rows(n, x, route, 2) for n, x in (("q", q), ("k", k), ("v", v)))
@@ -140,22 +130,19 @@ def _layer(
     # Batch rows that share a layout are more heads.
     q_RHK, k_RHK, v_RHV, decay_RHd = (x.flatten(1, 2) for x in (q_RBHK, k_RBHK, v_RBHV, decay_RBHd))
     beta_RH = None if beta_RBH is None else beta_RBH.flatten(1, 2)
-    states = None if initial is None else _initial(initial, route, batch, heads, q.shape[-1], v)
     call = None
     if route.apart:
         assert route.mesh is not None
-        given = [x for x in (q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states) if x is not None]
-        facts = {"dtypes": tuple([x.dtype for x in given]), "options": (plain(scale), initial is not None)}
+        given = [x for x in (q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH) if x is not None]
+        facts = {"dtypes": tuple([x.dtype for x in given]), "options": plain(scale)}
         sizes = "shapes of a token", [size for x in given for size in x.shape[1:]]
         call = compare_call(name, facts, route.mesh, given, sizes=sizes, plan=route.digest)
-    factor, label = q.shape[-1] ** -0.5 if scale is None else scale, f"states ({name})"
-    out_RHV, final = passed(q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, states, route, factor, label, eager(call))
-    out_RHV, final = compare_backward((out_RHV, final), call, travels=True)
-    out = from_rows(out_RHV.unflatten(1, (batch, heads)), route, flat)
-    if not return_final:
-        return out
-    final = final.unflatten(1, (batch, heads))
-    return out, final.squeeze(1) if flat or route.rows > 1 else final.transpose(0, 1)
+    factor, dtype = q.shape[-1] ** -0.5 if scale is None else scale, torch.promote_types(v.dtype, torch.float32)
+    q_RHK, k_RHK, v_RHV, decay_RHd = (x.to(dtype) for x in (q_RHK, k_RHK, v_RHV, decay_RHd))
+    beta_RH = None if beta_RH is None else beta_RH.to(dtype)
+    out_RHV = passed(q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, route, float(factor), f"states ({name})", eager(call))
+    (out_RHV,) = compare_backward((out_RHV,), call, travels=True)
+    return from_rows(out_RHV.to(v.dtype).unflatten(1, (batch, heads)), route, flat)
 
 
 def _check(
@@ -187,18 +174,3 @@ def _check(
         raise ValueError("scale is a number and gets no gradient; multiply q by a scale that is learned")
     if scale is not None:
         check_finite(scale, "scale", like=f"; None is 1 / sqrt({keys})")
-
-
-def _initial(
-    initial: torch.Tensor, route: RecurrenceRoute, batch: int, heads: int, keys: int, v: torch.Tensor
-) -> torch.Tensor:
-    """States ``[n, B * H, K, V]`` from ``[B, n, H, K, V]`` or ``[n, H, K, V]``."""
-    flat, dtype = v.dim() == 3 or route.rows > 1, torch.promote_types(v.dtype, torch.float32)
-    wanted: tuple[int, ...] = (route.starts.shape[0], heads, keys, v.shape[-1])
-    if not flat:
-        wanted = (batch, *wanted)
-    if initial.shape != wanted:
-        raise ValueError(f"initial must have shape {wanted}, a state for each start, got {tuple(initial.shape)}")
-    if initial.dtype != dtype:
-        raise ValueError(f"initial must be {dtype} for {v.dtype} values, got {initial.dtype}")
-    return initial if flat else initial.transpose(0, 1).flatten(1, 2)

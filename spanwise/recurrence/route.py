@@ -1,7 +1,7 @@
 """RecurrenceRoute: how states and halos of a sharded sequence travel, made once a batch from a plan.
 
-The maps of a rank go by all-to-all to the ranks that hold later tokens of the same documents, which compose them. The
-adjoint states of a backward travel in the other direction, so a route has one `Passage` for each.
+The maps of a rank go by all-to-all to the ranks that hold later tokens of the same documents, which compose them. Their
+gradients travel back.
 """
 
 # T tokens of this rank in a batch row, R rows of its shard: T, or all batch rows' tokens where they differ
@@ -23,6 +23,7 @@ from spanwise.attention.rank_plan import compare_fingerprints, rank_on
 from spanwise.layouts import document_runs
 from spanwise.layouts.document_runs import DocumentRuns
 from spanwise.layouts.packing import Packing
+from spanwise.layouts.runs import ragged_arange
 from spanwise.masks.arrays import Bool, Int64
 from spanwise.masks.checks import check_offset_rows, check_positive
 from spanwise.planning import documents
@@ -37,36 +38,15 @@ class ChunkTable:
     """Runs of this rank of one kind, cut into chunks.
 
     Attributes:
-        starts, ends: int64 ``[P]``, where the documents of the runs stand in the route's `starts`, `ends`; empty
-            for runs that do not open, or close, them.
         tokens: int64 ``[N, C]``, rows of the shard, R in places that are empty. First the first chunk of each run,
             the longest run first; then the second chunks; …
         order: int64 ``[P]``, the runs by number of chunks.
         counts: int64 in host memory, runs that have a first, a second, … chunk.
     """
 
-    starts: torch.Tensor
-    ends: torch.Tensor
     tokens: torch.Tensor
     order: torch.Tensor
     counts: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Passage:
-    """How states pass through the runs in one direction.
-
-    Attributes:
-        step: maps that travel; rows are numbers of own `first` runs (`last` ones in the backward), then `middle` ones.
-        chain, counts, reads, read_from, read_counts: see `_ops.compose`; counts lie in host memory.
-    """
-
-    step: RankStep
-    chain: torch.Tensor
-    counts: torch.Tensor
-    reads: torch.Tensor
-    read_from: torch.Tensor
-    read_counts: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +55,14 @@ class RecurrenceRoute:
 
     Attributes:
         tokens: ``[T, 0]``; carries the rank's tokens in a batch row in its shape.
-        starts: int64 ``[n]``, documents whose first token this rank holds, ascending; counted through all batch rows
-            where their documents differ.
-        ends: int64 ``[m]``, documents whose last token this rank holds, ascending.
         whole: runs that are documents.
-        first, middle, last: those that open documents which go on elsewhere, that neither open nor close one, and that
-            close one.
-        forward, backward: how states, and their gradients, pass.
+        first, middle: runs of documents that go on elsewhere, numbered together: one has the chunks of those that open
+            a document, the other the chunks of those that do not.
+        rest: runs of documents that began elsewhere.
+        through: int64 ``[R]``, the run in `middle` of each token; the number of runs for other tokens.
+        step: maps that travel, of runs as `first` and `middle` number them.
+        chain, counts, reads, read_from, read_counts: see `_ops.compose`; counts lie in host memory. Maps are those own
+            ones, then the received ones, and states enter the runs of `rest`.
         halo: rows before the runs of this rank that travel, for convolutions up to `conv_width`.
         stream: int64, each run behind its halo: rows of the shard, then arrived rows, then one row of zeros.
         outputs: int64 ``[R]``, where the window of each token begins in the stream.
@@ -92,14 +73,17 @@ class RecurrenceRoute:
     """
 
     tokens: torch.Tensor
-    starts: torch.Tensor
-    ends: torch.Tensor
     whole: ChunkTable
     first: ChunkTable
     middle: ChunkTable
-    last: ChunkTable
-    forward: Passage
-    backward: Passage
+    rest: ChunkTable
+    through: torch.Tensor
+    step: RankStep
+    chain: torch.Tensor
+    counts: torch.Tensor
+    reads: torch.Tensor
+    read_from: torch.Tensor
+    read_counts: torch.Tensor
     halo: RankStep
     stream: torch.Tensor
     outputs: torch.Tensor
@@ -110,12 +94,8 @@ class RecurrenceRoute:
     mesh: DeviceMesh | None
 
 
-for _class, _static in (
-    (ChunkTable, ()),
-    (Passage, ()),
-    (RecurrenceRoute, ("apart", "rows", "conv_width", "mesh")),
-):
-    _torch.register_pytree_dataclass(_class, static=_static)
+_torch.register_pytree_dataclass(ChunkTable, static=())
+_torch.register_pytree_dataclass(RecurrenceRoute, static=("apart", "rows", "conv_width", "mesh"))
 
 
 def recurrence_route(
@@ -146,8 +126,8 @@ def recurrence_route(
 
     >>> import spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 3, 8]), num_ranks=1)
-    >>> spanwise.recurrence.recurrence_route(plan).starts.tolist()
-    [0, 1]
+    >>> spanwise.recurrence.recurrence_route(plan).apart
+    False
     """
     if torch.compiler.is_compiling():
         raise ValueError("call recurrence_route outside of compiled code, and pass the result")
@@ -163,7 +143,7 @@ def recurrence_route(
     if mesh is not None and plan.num_ranks > 1:
         compare_fingerprints("recurrence_route", prints.hexdigest(), mesh)
     with _torch.plain_tensors() as to_active_mode:
-        built = _Builder(plan, everyone, rows, rank, device).route(conv_width, mesh, prints.digest())
+        built = _built(plan, everyone, rows, rank, device, conv_width, mesh, prints.digest())
     route: RecurrenceRoute = to_active_mode(built)
     return route
 
@@ -181,76 +161,51 @@ def _documents(plan: Plan, cu_seqlens: Any) -> list[Packing]:
     return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
 
 
-class _Builder:
-    """Tensors of one rank from the runs of all."""
+def _built(
+    plan: Plan, of: DocumentRuns, rows: int, rank: int, device: torch.device, conv_width: int, mesh: DeviceMesh | None,
+    digest: bytes,
+) -> RecurrenceRoute:  # fmt: skip
+    """The route of one rank, from the runs of all."""
+    length, host = plan.layout.num_tokens(rank), torch.device("cpu")
+    mine, opens, closes = of.rank == rank, of.opens, of.closes
+    sent, rest = np.flatnonzero(mine & ~closes), np.flatnonzero(mine & ~opens)
 
-    def __init__(self, plan: Plan, everyone: DocumentRuns, rows: int, rank: int, device: torch.device) -> None:
-        self.everyone, self.rank, self.device, self.num_ranks = everyone, rank, device, plan.num_ranks
-        self.length = plan.layout.num_tokens(rank)
-        self.rows = rows
-        self.mine = everyone.rank == rank
+    def table(runs: Int64, kind: Bool) -> ChunkTable:
+        cut = of._replace(stop=np.where(kind, of.stop, of.start)).of(runs)
+        tokens, order, counts = document_runs.cut(cut, rows * length, _CHUNK)
+        return ChunkTable(_index(tokens, device), _index(order, device), _index(counts, host))
 
-    def route(self, conv_width: int, mesh: DeviceMesh | None, digest: bytes) -> RecurrenceRoute:
-        of = self.everyone
-        halo = document_runs.halo(of, self.rank, self.num_ranks, self.rows * self.length, conv_width - 1)
-        return RecurrenceRoute(
-            tokens=_torch.mark_dynamic(torch.empty(self.length, 0, device=self.device), 0),
-            starts=self.index(of.document[self.mine & of.opens]),
-            ends=self.index(of.document[self.mine & of.closes]),
-            whole=self.table(of.opens & of.closes),
-            first=self.table(of.opens & ~of.closes),
-            middle=self.table(~of.opens & ~of.closes),
-            last=self.table(~of.opens & of.closes),
-            forward=self.passage(backward=False),
-            backward=self.passage(backward=True),
-            halo=step_of(halo.send, halo.send_counts, halo.recv_counts, self.device),
-            stream=self.index(halo.stream),
-            # Compiled code knows that it has as many entries as the shard has rows.
-            outputs=_torch.mark_dynamic(on_device(halo.outputs, self.device), 0),
-            digest=torch.tensor(list(digest), dtype=torch.uint8),
-            apart=bool((~of.opens).any()),
-            rows=self.rows,
-            conv_width=conv_width,
-            mesh=mesh,
-        )
-
-    def passage(self, *, backward: bool) -> Passage:
-        of, count = self.everyone, len(self.everyone.rank)
-        maps = document_runs.exchanged(of.backwards() if backward else of, self.rank, self.num_ranks)
-        if backward:  # numbers in the list backwards
-            maps = maps._replace(**{n: count - 1 - getattr(maps, n) for n in ("send", "recv", "chain", "reads")})
-        # Own rows are the maps of runs that begin chains, then of those in the middle, then the received ones.
-        middle, first, last = ~of.opens & ~of.closes, of.opens & ~of.closes, ~of.opens & of.closes
-        begin, end = (last, first) if backward else (first, last)
-        row, number = self.numbered(begin, middle), self.numbered(middle, end)
-        row[maps.recv] = np.count_nonzero(self.mine & (begin | middle)) + np.arange(len(maps.recv))
-        return Passage(
-            step=step_of(row[maps.send], maps.send_counts, maps.recv_counts, self.device),
-            chain=self.index(row[maps.chain]),
-            counts=self.host(maps.counts),
-            reads=self.index(number[maps.reads]),
-            read_from=self.index(maps.read_from),
-            read_counts=self.host(maps.read_counts),
-        )
-
-    def numbered(self, *kinds: Bool) -> Int64:
-        """For each run of the rank its number among those of the first kind, then the second, …"""
-        ordered = np.concatenate([np.flatnonzero(self.mine & kind) for kind in kinds])
-        number = np.empty(len(self.mine), dtype=np.int64)
-        number[ordered] = np.arange(len(ordered))
-        return number
-
-    def table(self, which: Bool) -> ChunkTable:
-        of, mine = self.everyone, self.mine & which
-        tokens, order, counts = document_runs.cut(of.of(mine), self.rows * self.length, _CHUNK)
-        starts, ends = (self.index(self.numbered(kind)[mine & kind]) for kind in (of.opens, of.closes))
-        return ChunkTable(starts, ends, self.index(tokens), self.index(order), self.host(counts))
-
-    def index(self, numbers: Int64) -> torch.Tensor:
-        return _index(numbers, self.device)
-
-    def host(self, numbers: Int64) -> torch.Tensor:
-        return _index(numbers, torch.device("cpu"))
+    maps = document_runs.exchanged(of, rank, plan.num_ranks)
+    row, entered = np.zeros((2, len(mine)), dtype=np.int64)
+    row[sent], entered[rest] = np.arange(len(sent)), np.arange(len(rest))
+    row[maps.recv] = len(sent) + np.arange(len(maps.recv))
+    middle = sent[~opens[sent]]
+    lengths, through = (of.stop - of.start)[middle], np.full(rows * length, len(sent))
+    through[ragged_arange(np.stack([of.at[middle], of.at[middle] + lengths], axis=1))] = np.repeat(row[middle], lengths)
+    halo = document_runs.halo(of, rank, plan.num_ranks, rows * length, conv_width - 1)
+    return RecurrenceRoute(
+        tokens=_torch.mark_dynamic(torch.empty(length, 0, device=device), 0),
+        whole=table(np.flatnonzero(mine & opens & closes), mine),
+        first=table(sent, opens),
+        middle=table(sent, ~opens),
+        rest=table(rest, mine),
+        # Compiled code knows that these have as many entries as the shard has rows.
+        through=_torch.mark_dynamic(on_device(through, device), 0),
+        step=step_of(row[maps.send], maps.send_counts, maps.recv_counts, device),
+        chain=_index(row[maps.chain], device),
+        counts=_index(maps.counts, host),
+        reads=_index(entered[maps.reads], device),
+        read_from=_index(maps.read_from, device),
+        read_counts=_index(maps.read_counts, host),
+        halo=step_of(halo.send, halo.send_counts, halo.recv_counts, device),
+        stream=_index(halo.stream, device),
+        outputs=_torch.mark_dynamic(on_device(halo.outputs, device), 0),
+        digest=torch.tensor(list(digest), dtype=torch.uint8),
+        apart=bool((~opens).any()),
+        rows=rows,
+        conv_width=conv_width,
+        mesh=mesh,
+    )
 
 
 def step_of(

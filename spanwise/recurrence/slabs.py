@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,13 +16,13 @@ Tensor = torch.Tensor
 class Inputs(NamedTuple):
     """Tokens of a rank: q, k ``[T, h, K]``, v ``[T, H, V]``, log_decay ``[T, H, d]``, beta ``[T, H]``.
 
-    h divides H: a head of q or k serves consecutive heads of v. `beta` is None for linear attention, v where it is not
-    used.
+    h divides H: a head of q or k serves consecutive heads of v. `beta` is None for linear attention, q where only
+    states are wanted.
     """
 
-    q: Tensor
+    q: Tensor | None
     k: Tensor
-    v: Tensor | None
+    v: Tensor
     log_decay: Tensor
     beta: Tensor | None = None
 
@@ -44,14 +44,13 @@ class Slab(NamedTuple):
 _SLAB = 1 << 20
 
 
-def slabs(table: Sequence[Tensor], heads: int, dims: int) -> Iterator[tuple[int, int, list[Slab]]]:
+def slabs(tokens: Tensor, counts: Tensor, heads: int, dims: int) -> Iterator[tuple[int, int, list[Slab]]]:
     """Batches ``[first, stop)`` of the runs, by length, each with its slabs in order.
 
     Args:
-        table: tokens, order and counts of a `ChunkTable`.
+        tokens, counts: of a `ChunkTable`.
         dims: elements of a chunk's largest tensor, over C.
     """
-    tokens, _, counts = table
     steps: list[int] = counts.tolist()
     offsets = [sum(steps[:i]) for i in range(len(steps))]
     most = max(1, _SLAB // max(heads * tokens.shape[1] * dims, 1))
@@ -72,14 +71,9 @@ def slabs(table: Sequence[Tensor], heads: int, dims: int) -> Iterator[tuple[int,
         yield first, stop, [*found, Slab(torch.cat(rows), sizes)]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and sums: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def rows(x: Tensor, tokens: Tensor) -> Tensor:
-    """The rows `tokens` of `x` ``[T, …]``, in float32 at least; zeros in places that no token fills."""
-    found = x.index_select(0, tokens.flatten().clamp(max=x.shape[0] - 1)).to(wide(x.dtype))
+    """The rows `tokens` of `x` ``[T, …]``; zeros in places that no token fills."""
+    found = x.index_select(0, tokens.flatten().clamp(max=x.shape[0] - 1))
     empty = (tokens.flatten() == x.shape[0]).view(-1, *[1] * (x.dim() - 1))
     return found.masked_fill_(empty, 0).unflatten(0, tokens.shape)
 
@@ -91,4 +85,4 @@ def write(out: Tensor, tokens: Tensor, found: Tensor) -> None:
     """
     if found.shape[2] != out.shape[1]:
         found = found.unflatten(2, (out.shape[1], -1)).sum(3)
-    out.index_copy_(0, tokens.flatten(), found.flatten(0, 1).to(out.dtype))
+    out.index_copy_(0, tokens.flatten(), found.flatten(0, 1))

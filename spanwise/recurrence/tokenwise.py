@@ -18,7 +18,7 @@ states of the runs ``[P, H, K, 1]``.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,9 +33,9 @@ TOKENS = 0
 class Terms(NamedTuple):
     """What the chunks of a slab need whatever the state."""
 
-    q: Tensor  # [K]
+    q: Tensor | None  # [K]
     k: Tensor  # [K]
-    v: Tensor | None  # [1]
+    v: Tensor  # [1]
     decay: Tensor  # [d]
     since: Tensor  # [d], decay from the chunk's start, with token i's own
 
@@ -59,7 +59,7 @@ def put(out: Tensor, tokens: Tensor, found: Tensor) -> None:
 def terms(slab: Slab, inputs: Inputs) -> Terms:
     """What the chunks of a slab need whatever the state."""
     q, k, v, g = (x if x is None else taken(x, slab.tokens, inputs.heads) for x in inputs[:4])
-    assert q is not None and k is not None and g is not None
+    assert k is not None and v is not None and g is not None
     decay = g.exp_()
     since = decay.clone()
     for i in range(1, len(since)):
@@ -69,7 +69,6 @@ def terms(slab: Slab, inputs: Inputs) -> Terms:
 
 def scan(slab: Slab, of: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     """States before each chunk ``[n, H, K]`` and after each token ``[C, n, H, K]``; `state` as for `chunkwise.scan`."""
-    assert of.v is not None
     after, state = of.k * of.v, state[..., 0]
     for i in range(1, len(after)):
         after[i].addcmul_(of.decay[i], after[i - 1])
@@ -84,12 +83,14 @@ def scan(slab: Slab, of: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def outputs(of: Terms, states: tuple[Tensor, Tensor]) -> Tensor:
     """``[C, n, H, 1]``, not scaled yet; `states` from `scan`."""
+    assert of.q is not None
     return (of.q * states[1]).sum(-1, keepdim=True)
 
 
-def scan_back(slab: Slab, of: Terms, d_out: Tensor, d_state: Tensor) -> Tensor:
+def scan_back(slab: Slab, of: Terms, d_out: Tensor | None, d_state: Tensor) -> Tensor:
     """Gradients ``[C, n, H, K]`` of the state after each token of a slab; arguments as for `chunkwise.scan_back`."""
-    grads, until, d_state = of.q * d_out, torch.ones_like(of.decay), d_state[..., 0]
+    grads = torch.zeros_like(of.k * of.v) if d_out is None or of.q is None else of.q * d_out
+    until, d_state = torch.ones_like(of.decay), d_state[..., 0]
     for i in reversed(range(len(grads) - 1)):
         grads[i].addcmul_(of.decay[i + 1], grads[i + 1])
         torch.mul(until[i + 1], of.decay[i + 1], out=until[i])
@@ -102,12 +103,12 @@ def scan_back(slab: Slab, of: Terms, d_out: Tensor, d_state: Tensor) -> Tensor:
     return grads.addcmul_(until, behind)
 
 
-def gradients(of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor, d_after: Tensor) -> list[Any]:
-    """Gradients of q, k, v, log_decay and beta, which there is none of; `d_after` from `scan_back`."""
-    assert of.v is not None
+def gradients(of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor | None, d_after: Tensor) -> list[Tensor]:
+    """Gradients of q, if there are outputs, k, v and log_decay; `d_after` from `scan_back`."""
     (before, after), d_k = states, d_after * of.v
     d_v = (d_after * of.k).sum(-1, keepdim=True)
     d_decay = d_after.mul_(of.decay)
     d_decay[0] *= before
     d_decay[1:] *= after[:-1]
-    return [after * d_out, d_k, d_v, d_decay if of.decay.shape[-1] > 1 else d_decay.sum(-1, keepdim=True), None]
+    d_q = [] if d_out is None else [after * d_out]
+    return [*d_q, d_k, d_v, d_decay if of.decay.shape[-1] > 1 else d_decay.sum(-1, keepdim=True)]

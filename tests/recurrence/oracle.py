@@ -12,9 +12,9 @@ Documents = Sequence[tuple[int, int]]  # (start, stop) of each; tokens outside a
 
 def recurrence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor | None,
-    documents: Documents, scale: float, initial: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Outputs ``[T, H, V]`` and final states ``[documents, H, K, V]`` of ``q, k [T, h, K]``, ``v [T, H, V]``, …"""
+    documents: Documents, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Outputs ``[T, H, V]`` of ``q, k [T, h, K]``, ``v [T, H, V]``, …"""
     heads = v.shape[1]
     q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
     if log_decay.dim() == 1:
@@ -22,9 +22,8 @@ def recurrence(
     if log_decay.dim() == 2:
         log_decay = log_decay.unsqueeze(-1)
     outputs: list[torch.Tensor] = [torch.zeros_like(v[0])] * len(v)
-    finals = []
-    for number, (start, stop) in enumerate(documents):
-        state = v.new_zeros(heads, k.shape[-1], v.shape[-1]) if initial is None else initial[number]
+    for start, stop in documents:
+        state = v.new_zeros(heads, k.shape[-1], v.shape[-1])
         for t in range(start, stop):
             state = log_decay[t].exp().unsqueeze(-1) * state
             new = v[t]
@@ -32,8 +31,7 @@ def recurrence(
                 new = beta[t].unsqueeze(-1) * (new - torch.einsum("hk,hkv->hv", k[t], state))
             state = state + k[t].unsqueeze(-1) * new.unsqueeze(-2)
             outputs[t] = scale * torch.einsum("hk,hkv->hv", q[t], state)
-        finals.append(state)
-    return torch.stack(outputs), torch.stack(finals) if finals else v.new_zeros(0, heads, k.shape[-1], v.shape[-1])
+    return torch.stack(outputs)
 
 
 def convolution(

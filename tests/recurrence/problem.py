@@ -1,4 +1,4 @@
-"""A gated recurrence on whole tensors and on the shards of ranks: outputs, final states and all gradients."""
+"""A gated recurrence on whole tensors and on the shards of ranks: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -26,19 +26,16 @@ def plan_of(cuts: list[int], ranks: int, balancer: Any = "head_tail", block_size
 
 @dataclasses.dataclass
 class Problem:
-    """Inputs ``[T, …]`` of one kind of layer, initial states and cotangents; documents by (start, stop)."""
+    """Inputs ``[T, …]`` of one kind of layer and a cotangent; documents by (start, stop)."""
 
     kind: str
     inputs: list[torch.Tensor]  # q, k, v, log_decay, and beta for delta rules
-    initial: torch.Tensor
     d_out: torch.Tensor
-    d_final: torch.Tensor
     documents: list[tuple[int, int]]
     scale: float | None = 0.5
 
     def to(self, dtype: torch.dtype) -> Problem:
-        cast = {n: getattr(self, n).to(dtype) for n in ("initial", "d_out", "d_final")}
-        return dataclasses.replace(self, inputs=[x.to(dtype) for x in self.inputs], **cast)
+        return dataclasses.replace(self, inputs=[x.to(dtype) for x in self.inputs], d_out=self.d_out.to(dtype))
 
 
 def make(kind: str, length: int, documents: list[tuple[int, int]], seed: int = 0, decay: float = 0.5) -> Problem:
@@ -61,20 +58,17 @@ def make(kind: str, length: int, documents: list[tuple[int, int]], seed: int = 0
     if kind in ("gdn", "kda"):
         inputs[1] = torch.nn.functional.normalize(inputs[1], dim=-1)
         inputs.append(normal(length, heads).sigmoid())
-    state = (len(documents), heads, keys, values)
-    return Problem(kind, inputs, normal(*state), normal(length, heads, values), normal(*state), documents)
+    return Problem(kind, inputs, normal(length, heads, values), documents)
 
 
-def expected(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Outputs, final states and the gradients of inputs and initial states, on one device in float64."""
+def expected(problem: Problem) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Outputs and the gradients of inputs, on one device in float64."""
     double = problem.to(torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (*double.inputs, double.initial)]
-    *inputs, initial = leaves
+    inputs = [x.clone().requires_grad_() for x in double.inputs]
     beta = inputs[4] if len(inputs) > 4 else None
     scale = inputs[0].shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    out, final = oracle.recurrence(*inputs[:4], beta, problem.documents, scale, initial)
-    loss = (out * double.d_out).sum() + (final * double.d_final).sum()
-    return out.detach(), final.detach(), list(torch.autograd.grad(loss, leaves, materialize_grads=True))
+    out = oracle.recurrence(*inputs[:4], beta, problem.documents, scale)
+    return out.detach(), list(torch.autograd.grad(out, inputs, double.d_out, materialize_grads=True))
 
 
 def layer(problem: Problem, inputs: list[torch.Tensor], route: Any, **kwargs: Any) -> Any:
@@ -84,31 +78,23 @@ def layer(problem: Problem, inputs: list[torch.Tensor], route: Any, **kwargs: An
 
 
 def on_rank(rank: int, mesh: Any, plan: spanwise.Plan, problem: Problem, cu_seqlens: Any = None) -> Any:
-    """The same on one rank: outputs, final states with their documents, gradients of its inputs and initial states."""
+    """The same on one rank: outputs and gradients of its inputs."""
     route = recurrence.recurrence_route(plan, mesh if plan.num_ranks > 1 else None, cu_seqlens=cu_seqlens)
     leaves = []
     for x in problem.inputs:
         mine = x if x.dim() == 1 else plan.shard(x, rank, dim=0)
         leaves.append(mine.clone().requires_grad_())
-    initial = problem.initial[route.starts].clone().requires_grad_()
-    out, final = layer(problem, leaves, route, initial=initial, return_final=True)
-    loss = (out * plan.shard(problem.d_out, rank, dim=0)).sum() + (final * problem.d_final[route.ends]).sum()
-    return out.detach(), final.detach(), torch.autograd.grad(loss, [*leaves, initial]), route.starts, route.ends
+    out = layer(problem, leaves, route)
+    return out.detach(), torch.autograd.grad(out, leaves, plan.shard(problem.d_out, rank, dim=0))
 
 
 def check(plan: spanwise.Plan, problem: Problem, results: list[Any], tolerance: float) -> None:
     """Compare all ranks' results with one device; errors are relative to the largest entry of each tensor."""
-    out, final, grads = expected(problem)
-    starts = torch.cat([r[3] for r in results])
-    ends = torch.cat([r[4] for r in results])
-    filled = [number for number, (start, stop) in enumerate(problem.documents) if stop > start]
-    assert sorted(starts.tolist()) == sorted(ends.tolist()) == filled
+    out, grads = expected(problem)
     shared = 0.0
-    for rank, (mine, states, mine_grads, first, last) in enumerate(results):
+    for rank, (mine, mine_grads) in enumerate(results):
         _close(mine, plan.shard(out, rank, dim=0), out, tolerance, f"out of rank {rank}")
-        _close(states, final[last], final, tolerance, f"final states of rank {rank}")
-        _close(mine_grads[-1], grads[-1][first], grads[-1], tolerance, f"gradient of initial, rank {rank}")
-        for number, (got, want) in enumerate(zip(mine_grads[:-1], grads[:-1], strict=True)):
+        for number, (got, want) in enumerate(zip(mine_grads, grads, strict=True)):
             if want.dim() == 1:
                 shared = shared + got.double()
             else:

@@ -1,4 +1,4 @@
-"""Layers with a state on 1 to 4 ranks: outputs, states and gradients are those of one device for each document."""
+"""Layers with a state on 1 to 4 ranks: outputs and gradients are those of one device for each document."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_gradients(kind: str) -> None:
-    """Those of bfloat16 inputs are rounded once: sums inside are float32, and initial states and theirs stay so.
-
-    Under autocast, too.
-    """
+    """Those of bfloat16 inputs are rounded once: sums inside are float32. Under autocast, too."""
     cuts = [0, 33, 60]
     problem = problems.make(kind, 60, documents_of(cuts)).to(torch.float32)
     problem = dataclasses.replace(problem, inputs=[x.bfloat16() for x in problem.inputs])
@@ -52,9 +49,8 @@ def test_bfloat16_gradients(kind: str) -> None:
 
     results = run_ranks(2, on_rank)
     problems.check(plan, problem, results, 6e-3)
-    for out, states, grads, *_ in results:
-        assert {x.dtype for x in (out, *grads[:-1])} == {torch.bfloat16}
-        assert states.dtype == grads[-1].dtype == torch.float32
+    for out, grads in results:
+        assert {x.dtype for x in (out, *grads)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,11 +88,10 @@ def test_nan_stays_in_its_document_and_padding_belongs_to_none(kind: str, balanc
     for x in (*changed.inputs, changed.d_out):
         x[start:stop] = torch.nan
     reached = False
-    for rank, (out, final, grads, starts, ends) in enumerate(run_ranks(2, problems.on_rank, plan, changed)):
+    for rank, (out, grads) in enumerate(run_ranks(2, problems.on_rank, plan, changed)):
         tokens = plan.layout.indices(rank)
         others = torch.from_numpy((tokens < start) | (tokens >= stop))
-        clean = [final[ends != poisoned], grads[-1][starts != poisoned], *(x[others] for x in (out, *grads[:-1]))]
-        assert all(x.isfinite().all() for x in clean)
+        assert all(x[others].isfinite().all() for x in (out, *grads))
         reached |= bool(out[~others].isnan().any())
     assert reached
 
@@ -109,7 +104,6 @@ def test_nan_stays_in_its_document_and_padding_belongs_to_none(kind: str, balanc
     ],
 )  # fmt: skip
 def test_batch_rows(kind: str, cuts: list[list[int]], balancer: str, ranks: int) -> None:
-    """And states from one call to the next."""
     length, own = cuts[0][-1], cuts[0] != cuts[1]
     masks = [spanwise.SpanMask.documents(row) for row in cuts]
     mask = spanwise.SpanMask.stack(masks) if own else masks[0]
@@ -117,20 +111,14 @@ def test_batch_rows(kind: str, cuts: list[list[int]], balancer: str, ranks: int)
     assert plan.layout.batch_size == 1 + own
     both = [problems.make(kind, length, documents_of(row), seed) for seed, row in enumerate(cuts)]
 
-    def chosen(states: list[torch.Tensor], which: torch.Tensor) -> torch.Tensor:
-        return torch.cat(states)[which] if own else torch.stack([x[which] for x in states])
-
     def on_rank(rank: int, mesh: Any) -> Any:
         route = recurrence.recurrence_route(plan, mesh if ranks > 1 else None, cu_seqlens=cuts if own else None)
         inputs = [plan.shard(torch.stack(pair), rank) for pair in zip(*(p.inputs for p in both), strict=True)]
-        initial = chosen([p.initial for p in both], route.starts)
-        out, final = problems.layer(both[0], inputs, route, initial=initial, return_final=True)
-        return out, final, route.ends
+        return problems.layer(both[0], inputs, route)
 
-    outs, finals = zip(*(problems.expected(p)[:2] for p in both), strict=True)
-    for rank, (out, final, ends) in enumerate(run_ranks(ranks, on_rank)):
-        torch.testing.assert_close(out, plan.shard(torch.stack(outs), rank))
-        torch.testing.assert_close(final, chosen(list(finals), ends))
+    outs = torch.stack([problems.expected(p)[0] for p in both])
+    for rank, out in enumerate(run_ranks(ranks, on_rank)):
+        torch.testing.assert_close(out, plan.shard(outs, rank))
 
 
 def test_normalized_queries_and_keys() -> None:
@@ -206,17 +194,16 @@ def test_most_is_computed_while_maps_travel(monkeypatch: pytest.MonkeyPatch, kin
 
         return call
 
-    for name in ("run", "opened", "read", "compose", "adjoint", "vjp"):
-        monkeypatch.setattr(_ops, name, told(name, getattr(_ops, name)))
+    for name, function in (("run", "slabs"), ("compose", "_compose")):
+        monkeypatch.setattr(_ops, function, told(name, getattr(_ops, function)))
     monkeypatch.setattr(_torch, "start_all_to_all", told("start", _torch.start_all_to_all))
     monkeypatch.setattr(_torch, "wait", told("wait", _torch.wait))
     results = run_ranks(ranks, problems.on_rank, plan, problem)
     problems.check(plan, problem, results, 1e-10)
-    # What needs the state: the outputs of middle and last segments, the gradients of middle and first ones.
-    for rank, (outputs, gradients) in enumerate([(1, 1), (1, 2), (2, 1)]):
-        forward = "run opened start run opened wait compose" + outputs * " read"
-        backward = "vjp adjoint start vjp wait compose" + gradients * " vjp"
-        assert " ".join(seen[rank]).endswith(f"{forward} {backward}"), seen[rank]
+    # What needs no map: runs that open documents, maps of middle runs, and whole documents.
+    for rank, known in enumerate(["run", "run run", "run run"]):
+        order = f"{known} start run wait compose run run compose start run wait {known}"
+        assert " ".join(seen[rank]).endswith(order), seen[rank]
 
 
 def test_documents_on_one_rank_need_no_communication() -> None:

@@ -63,8 +63,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: recurrence.gated_linear(Q, K, V, DECAY, PLAN), "route must come from recurrence_route"),
     (lambda: recurrence.gated_delta(Q, K, V, DECAY, None, ROUTE), "gated_delta needs beta"),
     (lambda: recurrence.gated_delta(Q, K, V, DECAY, BETA.T, ROUTE), "beta must have shape"),
-    (lambda: linear(Q, K, V, DECAY, initial=zeros(2, 2, 3, 5).double()), r"initial must have shape \(1, 2, 3, 5\)"),
-    (lambda: linear(Q, K, V, DECAY, initial=zeros(1, 2, 3, 5)), "initial must be torch.float64"),
     (lambda: recurrence.causal_conv(X, W, None, PLAN), "route must come from recurrence_route"),
     (lambda: conv(X, zeros(2, 5)), "conv_width=5"),
     (lambda: conv(X, W, activation="relu"), "activation must be"),
