@@ -1,8 +1,8 @@
 """Attention over a slow link that sends latents, against one that sends K and V; Linux, root.
 
-    sudo python benchmarks/latents.py --out benchmarks/results/latents-cpu.json
+    sudo python -m benchmarks.latents --out benchmarks/results/latents-cpu.json
 
-Two hosts (`hosts.py`) of one process each hold a sequence. Both ways compute the same: K and V of 8 heads from 144
+Two hosts (`hosts`) of one process each hold a sequence. Both ways compute the same: K and V of 8 heads from 144
 numbers a token, attention, and all gradients. One expands before the exchange, the other after it (``expand=``). The
 rates of the prediction are calibrated on these hosts, on other shapes.
 """
@@ -10,16 +10,16 @@ rates of the prediction are calibrated on these hosts, on other shapes.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from hosts import Hosts, machine, missing, run, serve, spans, timed
 from torch.distributed.device_mesh import init_device_mesh
 
 import spanwise
+from benchmarks.hosts import check, machine, run, spans, timed
 from benchmarks.publish import publish
 from spanwise import Hardware, SpanMask
 from spanwise.calibrate.measure import measure
@@ -36,9 +36,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     """Of one rank: its figures of the hosts, or times of both ways and whether they agree."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     if "mask" not in job:
-        return {
-            "hardware": measure(mesh, num_q_heads=HEADS, head_dim=NOPE, host_size=1, largest=1 << 21).hardware.to_dict()
-        }
+        return measure(mesh, num_q_heads=HEADS, head_dim=NOPE, host_size=1, largest=1 << 21).hardware.to_dict()
     plan = plan_of(job["mask"], None, None)
     local = plan.local(mesh)
     torch.manual_seed(0)
@@ -52,16 +50,16 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         k, v = both.split([NOPE, V_DIM], dim=-1)
         return torch.cat([k, rotary.expand(-1, HEADS, -1, -1)], dim=-1), v
 
-    def latents() -> tuple[torch.Tensor, ...]:
-        out = spanwise.context_parallel_attention(*own, local, expand=expand)
+    def step(before: bool) -> tuple[torch.Tensor, ...]:
+        if before:
+            out = spanwise.context_parallel_attention(own[0], *expand(*own[1:]), local)
+        else:
+            out = spanwise.context_parallel_attention(*own, local, expand=expand)
         return out.detach(), *torch.autograd.grad(out, own, grad)
 
-    def keys() -> tuple[torch.Tensor, ...]:
-        out = spanwise.context_parallel_attention(own[0], *expand(*own[1:]), local)
-        return out.detach(), *torch.autograd.grad(out, own, grad)
-
-    error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(latents(), keys(), strict=True))
-    return {"times": timed({"latents": latents, "keys": keys}, job["repeats"]), "error": error}
+    calls = {"latents": functools.partial(step, False), "keys": functools.partial(step, True)}
+    error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(step(False), step(True), strict=True))
+    return {"times": timed(calls, job["repeats"]), "error": error}
 
 
 def plan_of(mask: str, hardware: Hardware | None, kv_row_dim: int | None) -> spanwise.Plan:
@@ -77,24 +75,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    if lack := missing():
-        parser.exit(2, f"{parser.prog}: {lack}\n")
-    rows = []
-    with Hosts(2, args.rate * 1e6, Path(__file__).name) as hosts:
-        hardware = Hardware.from_dict(run(hosts, {})[0]["hardware"])
-        for mask in MASKS:
-            found = run(hosts, {"mask": mask, "repeats": args.repeats})
-            seconds = {name: statistics.median(each) for name, each in spans([x["times"] for x in found]).items()}
-            plans = {name: plan_of(mask, hardware, dim) for name, dim in (("latents", LATENT + ROPE), ("keys", None))}
-            row: dict[str, Any] = {"mask": mask, "error": max(x["error"] for x in found)}
-            for name, plan in plans.items():
-                row |= {f"seconds_{name}": seconds[name], f"predicted_{name}": plan.predict()["total"]}
-                row[f"megabytes_{name}"] = float(plan.recv_bytes().max()) / 1e6
-            row["ratio"] = seconds["keys"] / seconds["latents"]
-            row["predicted_ratio"] = row["predicted_keys"] / row["predicted_latents"]
-            rows.append(row)
+    check()
+    on_hosts = functools.partial(run, "benchmarks.latents", num_hosts=2, rate=args.rate * 1e6)
+    hardware, rows = Hardware.from_dict(on_hosts({})[0]), []
+    for mask in MASKS:
+        found = on_hosts({"mask": mask, "repeats": args.repeats})
+        row: dict[str, Any] = {"mask": mask, "error": max(x["error"] for x in found)}
+        for name, dim in (("latents", LATENT + ROPE), ("keys", None)):
+            plan = plan_of(mask, hardware, dim)
+            row[f"seconds_{name}"] = statistics.median(spans(found)[name])
+            row[f"predicted_{name}"] = plan.predict()["total"]
+            row[f"megabytes_{name}"] = float(plan.recv_bytes().max()) / 1e6
+        row["ratio"] = row["seconds_keys"] / row["seconds_latents"]
+        row["predicted_ratio"] = row["predicted_keys"] / row["predicted_latents"]
+        rows.append(row)
     publish({"machine": machine(), "mbit_per_second": args.rate, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":
-    serve(answer) if not sys.stdin.isatty() and len(sys.argv) == 1 else main()
+    main()

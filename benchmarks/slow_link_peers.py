@@ -1,4 +1,4 @@
-"""Attention calls of other packages as `slow_link_rank.py` times them beside ours, on gloo and CPU.
+"""Attention calls of other packages as `slow_link` times them beside ours, on gloo and CPU.
 
 Two packages from PyPI, neither of which spanwise needs: axolotl-ringmaster 0.2.7 and ring-attention-pytorch 0.5.20.
 Each call is given the layout that it asks for, and its pure-torch kernel: their fast ones need CUDA. What a package
@@ -9,129 +9,97 @@ does not take is refused here with the reason; what it computes wrongly shows in
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from slow_link_cases import Scenario
 
 INSTALL = (
     "pip install --no-deps --target SITE axolotl-ringmaster==0.2.7 ring-attention-pytorch==0.5.20 "
     "einops beartype jaxtyping wadler-lindig"
 )
+#: Global positions of this rank's tokens in the order in which the call wants them, and the call: q, k, v
+#: ``[1, heads, tokens, head_dim]`` to out of the same shape.
+Peer = tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 class Refused(Exception):
     """The package does not take this mask, or does not run here; the text says why."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Peer:
-    """One attention call of another package.
-
-    Attributes:
-        tokens: int64, this rank's global positions in the order in which the call wants them.
-        attend: q, k, v ``[1, heads, tokens, head_dim]`` to out of the same shape.
-    """
-
-    tokens: torch.Tensor
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+def _contiguous(tokens: int, ranks: int, rank: int) -> torch.Tensor:
+    return torch.arange(tokens).chunk(ranks)[rank]
 
 
-def contiguous(scenario: Scenario, rank: int) -> torch.Tensor:
-    length = scenario.seq_len // scenario.num_hosts
-    return torch.arange(rank * length, (rank + 1) * length)
-
-
-def zigzag(scenario: Scenario, rank: int) -> torch.Tensor:
+def _zigzag(tokens: int, ranks: int, rank: int) -> torch.Tensor:
     """Chunks rank and 2P - 1 - rank of 2P."""
-    chunks = torch.arange(scenario.seq_len).chunk(2 * scenario.num_hosts)
-    return torch.cat([chunks[rank], chunks[2 * scenario.num_hosts - 1 - rank]])
+    chunks = torch.arange(tokens).chunk(2 * ranks)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def _ringmaster(balance: str, rotate: str) -> Callable[[Scenario, int], Peer]:
-    def make(scenario: Scenario, rank: int) -> Peer:
-        from ringmaster.config import Backend, LoadBalance, RingmasterConfig, RotateMethod
-        from ringmaster.runtime import CPRuntime, set_runtime
-        from ringmaster.strategies.ring import make_ring_attention
+def _ringmaster(balance: str, rotate: str, offsets: torch.Tensor, ranks: int, rank: int) -> Peer:
+    from ringmaster.config import Backend, LoadBalance, RingmasterConfig, RotateMethod
+    from ringmaster.runtime import CPRuntime, set_runtime
+    from ringmaster.strategies.ring import make_ring_attention
 
-        if scenario.kind != "causal" and balance == "none" and rotate == "alltoall":
-            raise Refused("under documents and windows its contiguous ring is the all-gather one")
-        config = RingmasterConfig(
-            size=scenario.num_hosts, backend=Backend.RING, ring_size=scenario.num_hosts, ulysses_size=1,
-            load_balance=LoadBalance(balance), rotate_method=RotateMethod(rotate),
-        )  # fmt: skip
-        varlen = None
-        if scenario.kind == "documents":
-            offsets = torch.from_numpy(scenario.offsets()).to(torch.int32)
-            varlen = (offsets, int(offsets.diff().max()))
-        runtime = CPRuntime(config=config, ring_group=dist.group.WORLD, cp_group=dist.group.WORLD, varlen=varlen)
-        set_runtime(runtime)
-        # What `ringmaster.setup` registers with transformers, without transformers.
-        forward = make_ring_attention("math", "math", config.rotate_method)
-        # Its window counts the query itself.
-        window = None if scenario.window is None else scenario.window + 1
+    packed = len(offsets) > 2
+    if packed and balance == "none" and rotate == "alltoall":
+        raise Refused("under documents its contiguous ring is the all-gather one")
+    config = RingmasterConfig(
+        size=ranks, backend=Backend.RING, ring_size=ranks, ulysses_size=1, load_balance=LoadBalance(balance),
+        rotate_method=RotateMethod(rotate),
+    )  # fmt: skip
+    varlen = (offsets.to(torch.int32), int(offsets.diff().max())) if packed else None
+    runtime = CPRuntime(config=config, ring_group=dist.group.WORLD, cp_group=dist.group.WORLD, varlen=varlen)
+    set_runtime(runtime)
+    # What `ringmaster.setup` registers with transformers, without transformers.
+    forward = make_ring_attention("math", "math", config.rotate_method)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out, _ = forward(SimpleNamespace(), q, k, v, None, is_causal=True, sliding_window=window)
-            return out.transpose(1, 2)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, _ = forward(SimpleNamespace(), q, k, v, None, is_causal=True, sliding_window=None)
+        return out.transpose(1, 2)
 
-        layout = zigzag if runtime.shard_load_balance == "head_tail" else contiguous
-        return Peer(layout(scenario, rank), attend)
-
-    return make
+    layout = _zigzag if runtime.shard_load_balance == "head_tail" else _contiguous
+    return layout(int(offsets[-1]), ranks, rank), attend
 
 
-def _ring_attention_pytorch(scenario: Scenario, rank: int) -> Peer:
+def _ring_attention(offsets: torch.Tensor, ranks: int, rank: int) -> Peer:
     from ring_attention_pytorch import ring_flash_attn
 
-    if scenario.kind == "documents":
+    if len(offsets) > 2:
         raise Refused(
             "ring_flash_attn takes causal=True, a look-back or a mask of padding keys (which it drops when causal): "
             "no document boundaries"
         )
-    length = scenario.seq_len // scenario.num_hosts
-    bucket = min(512, length)
-    # Looks back over whole buckets, so that its window is exact only where nothing is masked inside one.
-    if scenario.window is not None:
-        raise Refused(
-            f"ring_flash_attn looks back over whole buckets of keys (max_lookback_seq_len // bucket_size), not over "
-            f"exactly {scenario.window} of them"
-        )
+    tokens = _contiguous(int(offsets[-1]), ranks, rank)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        out = ring_flash_attn(q, k, v, causal=True, bucket_size=bucket, ring_reduce_col=True)
+        out = ring_flash_attn(q, k, v, causal=True, bucket_size=min(512, len(tokens)), ring_reduce_col=True)
         return out.transpose(1, 2)
 
-    return Peer(contiguous(scenario, rank), attend)
+    return tokens, attend
 
 
-def _ring_attention_zigzag(scenario: Scenario, rank: int) -> Peer:
+def _ring_attention_zigzag(offsets: torch.Tensor, ranks: int, rank: int) -> Peer:
     from ring_attention_pytorch.zig_zag_attention import zig_zag_attn
 
-    tokens = zigzag(scenario, rank)
-    keys = torch.cat([zigzag(scenario, other) for other in range(scenario.num_hosts)])
-    mask = scenario.mask()
-    visible = torch.zeros(len(tokens), len(keys), dtype=torch.bool)
-    for start, end in zip(mask.start[0], mask.end[0], strict=True):
-        low, high = (torch.from_numpy(x.copy())[tokens].unsqueeze(1) for x in (start, end))
-        visible |= (keys >= low) & (keys < high)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return zig_zag_attn(q, k, v, attn_mask=visible)
-
-    return Peer(tokens, attend)
+    every = [_zigzag(int(offsets[-1]), ranks, other) for other in range(ranks)]
+    queries, keys = every[rank].unsqueeze(1), torch.cat(every)
+    document = torch.searchsorted(offsets, keys, right=True)
+    visible = (keys <= queries) & (document == torch.searchsorted(offsets, queries, right=True))
+    return every[rank], lambda q, k, v: zig_zag_attn(q, k, v, attn_mask=visible)
 
 
-PEERS: dict[str, Callable[[Scenario, int], Any]] = {
-    "ringmaster ring, all-gather": _ringmaster("none", "allgather"),
-    "ringmaster ring, p2p": _ringmaster("none", "alltoall"),
-    "ringmaster ring, zigzag": _ringmaster("head_tail", "alltoall"),
-    "ringmaster ring, distflash": _ringmaster("distflash", "alltoall"),
-    "ring-attention-pytorch ring": _ring_attention_pytorch,
+#: ``(offsets of documents, ranks, rank) -> Peer``.
+PEERS: dict[str, Callable[[torch.Tensor, int, int], Any]] = {
+    "ringmaster ring, all-gather": functools.partial(_ringmaster, "none", "allgather"),
+    "ringmaster ring, p2p": functools.partial(_ringmaster, "none", "alltoall"),
+    "ringmaster ring, zigzag": functools.partial(_ringmaster, "head_tail", "alltoall"),
+    "ringmaster ring, distflash": functools.partial(_ringmaster, "distflash", "alltoall"),
+    "ring-attention-pytorch ring": _ring_attention,
     "ring-attention-pytorch zigzag": _ring_attention_zigzag,
 }

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spanwise
-from benchmarks.gpu.clock import seconds
+from benchmarks.gpu.device import seconds
 from spanwise import SpanMask, _torch
 from spanwise._torch import storage_id, tree_leaves
 from spanwise.attention.kernels.base import AttentionOptions

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command, step_parity, step_syncs
-from benchmarks.gpu.calls import call_of_a_rank
-from benchmarks.gpu.rows import read_rows
-from benchmarks.gpu.worlds import Here, NotPossible, World
+from benchmarks.gpu import __main__ as command, parity
+from benchmarks.gpu.device import Context, call_of_a_rank, read_rows
+from benchmarks.gpu.parity import Here, NotPossible, World
+from benchmarks.gpu.steps import EXCHANGES, STEPS
 from spanwise import SpanMask
 from tests.limits import HANG
 from tests.ranks.harness import run_ranks
@@ -26,14 +26,14 @@ sys.path.insert(0, str(ROOT / "docs"))
 import make_gpu  # noqa: E402
 
 
-def cell(cell: dict[str, Any], here: Here) -> dict[str, Any]:
-    if cell["does"] == "raises" and here.rank == 1:
+def cell(row: dict[str, Any], here: Here) -> dict[str, Any]:
+    if row["does"] == "raises" and here.rank == 1:
         raise ValueError("planted")
-    if cell["does"] == "hangs" and here.rank == 1:
+    if row["does"] == "hangs" and here.rank == 1:
         time.sleep(HANG)
-    if cell["does"] == "ends" and here.rank == 1:
+    if row["does"] == "ends" and here.rank == 1:
         os._exit(9)
-    if cell["does"] == "cannot":
+    if row["does"] == "cannot":
         raise NotPossible("no such thing")
     return {"error of a rank": 0.5 * here.rank}
 
@@ -41,8 +41,8 @@ def cell(cell: dict[str, Any], here: Here) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_world_goes_on_after_bad_cells(tmp_path: Path) -> None:
     does, rows = ["is fine", "raises", "hangs", "is fine", "ends", "cannot", "is fine"], tmp_path / "rows"
-    world = World(2, "gloo", "cpu", __name__, "cell", cell_seconds=20.0)
-    world.run([{"does": one} for one in does], rows, time.monotonic() + HANG)
+    world = World(2, "gloo", "cpu", cell, cell_seconds=60.0)
+    world.run([{"does": one} for one in does], Context(True, rows, HANG), time.monotonic() + HANG)
     found = read_rows(rows)
     assert [row["does"] for row in found] == does
     status = {"is fine": "ok", "cannot": "not possible"}
@@ -51,20 +51,24 @@ def test_a_world_goes_on_after_bad_cells(tmp_path: Path) -> None:
     assert "planted" in found[1]["error"] and "9" in found[4]["error"] and "no such thing" in found[5]["error"]
 
 
+def _run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = command.main(["--dry", "--out", str(tmp_path / "gpu.json"), *arguments])
+    return code, json.loads((tmp_path / "gpu.json").read_text())
+
+
 @pytest.mark.slow
-def test_a_step_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(command.SECONDS, "absent", 60)
-    seen: list[Any] = []
-    results = command.run(["absent", "environment"], True, HANG, lambda found: seen.append(found[-1]["status"]))
-    assert [(result["status"], len(result["rows"])) for result in results] == [("failed", 0), ("ok", 1)]
-    assert "No module named" in results[0]["error"] and seen[0] == "failed"
-    assert command.run(["environment"], True, 1.0, seen.append)[0]["status"] == "skipped"
+def test_a_step_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    steps = {"absent": STEPS["environment"], "environment": STEPS["environment"]}
+    monkeypatch.setattr(command, "STEPS", steps)
+    code, found = _run(tmp_path)
+    assert code == 1
+    assert [(step["status"], len(step["rows"])) for step in found["steps"]] == [("failed", 0), ("ok", 1)]
+    assert "KeyError: 'absent'" in found["steps"][0]["error"]
+    assert {step["status"] for step in _run(tmp_path, "--seconds", "1")[1]["steps"]} == {"skipped"}
 
 
 def _dry(tmp_path: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    out = tmp_path / "gpu.json"
-    code = command.main(["--dry", "--out", str(out), "--only", *names])
-    found = json.loads(out.read_text())
+    code, found = _run(tmp_path, "--only", *names)
     assert found["dry"] and code == 0, found
     assert [step["name"] for step in found["steps"]] == names
     assert {step["status"] for step in found["steps"]} == {"ok"}
@@ -81,7 +85,7 @@ def test_dry_run(tmp_path: Path) -> None:
     """The steps that take few seconds."""
     found = _dry(tmp_path, ["environment", "syncs"])
     assert found["environment"]["rows"][0]["torch"]
-    assert [row["exchange"] for row in found["syncs"]["rows"]] == list(step_syncs.EXCHANGES)
+    assert [row["exchange"] for row in found["syncs"]["rows"]] == list(EXCHANGES)
     assert all(row["collectives"] for row in found["syncs"]["rows"])
 
 
@@ -96,19 +100,14 @@ def test_a_replayed_rank_receives_what_its_plan_says(exchange: str) -> None:
 @pytest.mark.parametrize("exchange", ["needed, 2 chunks", "needed, refetched", "all_gather", "ring", "ulysses"])
 def test_cells_of_parity(exchange: str) -> None:
     """A cell of the step for each exchange, on threads; the dry run of all steps has all cells, on processes."""
-    world = World(2, "gloo", "cpu", step_parity.__name__, "cell")
     row = {"what": "attention", "mask": "documents", "exchange": exchange, "kernel": "sdpa", "dtype": "float32"}
-
-    def on_rank(rank: int, mesh: Any) -> dict[str, Any]:
-        return step_parity.cell(row, Here(world, rank, torch.device("cpu"), mesh, None))
-
-    for result in run_ranks(2, on_rank):
+    for result in run_ranks(2, lambda rank, mesh: parity.cell(row, Here(rank, torch.device("cpu"), mesh, None))):
         _check_attention(result)
 
 
 @pytest.mark.slow
 def test_dry_run_of_all_steps(tmp_path: Path) -> None:
-    found = _dry(tmp_path, list(command.SECONDS))
+    found = _dry(tmp_path, list(STEPS))
     assert all(step["rows"] for step in found.values())
     assert {row["status"] for row in found["tests"]["rows"]} <= {"skipped", "ok"}
     assert {row["status"] for row in found["parity"]["rows"]} == {"ok"}
