@@ -34,22 +34,13 @@ from spanwise.planning.plan import Plan
 ATTENTION_TYPES = {"flex": "block_mask", "sdpa": "attn_mask", "varlen": "cu_seq_q"}
 _TENSORS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v"}
 _MASKS = ("block_mask", "attn_mask", "mask", "plan", "cu_seq_q", "cu_seq_k")
-# Arguments of torch's attention calls that have a meaning here, with the values that change nothing.
-_PASSED_ON = {"scale": None, "score_mod": None}
+_UNREAD = ("max_q", "max_k", "enable_gqa", "is_causal", "scale", "score_mod")  # the plan and the shapes know the first
+# Other arguments of torch's attention calls, with the values that change nothing. The plan's mask alone decides what is
+# visible, so that a window could contradict it.
 _IGNORABLE: dict[str, tuple[Any, ...]] = {
-    "dropout_p": (0, 0.0),
-    "is_causal": (False, None),
-    "enable_gqa": (False, True),
-    "return_lse": (False,),
-    "return_aux": (None,),
-    "kernel_options": (None,),
-    # Of varlen_attn. The plan's mask alone decides what is visible, so that a window could contradict it.
-    "window_size": (None, (-1, -1)),
-    "seqused_k": (None,),
-    "block_table": (None,),
-    "num_splits": (None,),
-}
-_SIZES = ("max_q", "max_k")  # the plan knows them
+    "dropout_p": (0,), "return_lse": (False,), "return_aux": (None,), "kernel_options": (None,),
+    "window_size": (None, (-1, -1)), "seqused_k": (None,), "block_table": (None,), "num_splits": (None,),
+}  # fmt: skip
 
 
 class ContextParallel(ParallelStyle):
@@ -132,12 +123,11 @@ class ContextParallel(ParallelStyle):
             module.train(training)
             self._check_module(inner, signature, device_mesh.device_type)
         module.train(was_training)
-        mesh = device_mesh
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensors, plan, options = self._parse(signature, args, kwargs)
-            return self._attend(tensors, plan, mesh, options)
+            return self._attend(tensors, plan, device_mesh, options)
 
         module.forward = forward
         self.num_applied += 1
@@ -167,64 +157,42 @@ class ContextParallel(ParallelStyle):
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], Plan | RankPlan, dict[str, Any]]:
         """q, k, v, the plan, and options from a call of the wrapped module; refuses everything else."""
-        names = list(signature.parameters)
-        call = {x.name: x.default for x in signature.parameters.values() if x.default is not x.empty}
-        call |= dict(zip(names, args, strict=False)) | kwargs
-        if len(args) > len(names) or set(names[: len(args)]) & set(kwargs):
-            raise ValueError(f"the wrapped attention takes {names} once each, got {len(args)} and {list(kwargs)}")
-        tensors: dict[str, torch.Tensor] = {}
-        plan: Any = None
-        causal = False
-        options: dict[str, Any] = {}
+        bound = signature.bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        call = {
+            name: value for name, value in bound.arguments.items()
+            if signature.parameters[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        } | bound.kwargs  # fmt: skip
         for name, value in call.items():
-            if name in _TENSORS:
-                tensors[_TENSORS[name]] = value
-            elif name in _MASKS:
-                if value is not None and plan is not None and not (name == "cu_seq_k" and value is plan):
-                    raise ValueError(f"the wrapped attention was given two masks; {name} is the second")
-                plan = value if value is not None else plan
-            elif name == "is_causal" and value is True:
-                causal = True
-            elif name in _PASSED_ON:
-                if value is not None:
-                    options[name] = value
-            elif name in _SIZES:
+            if name in (*_TENSORS, *_MASKS, *_UNREAD):
                 continue
-            elif name not in _IGNORABLE:
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r}"
+            if isinstance(value, torch.Tensor) or value not in _IGNORABLE.get(name, ()):
+                shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
                 raise ValueError(
-                    f"ContextParallel does not know the argument {name}, {what}, of the wrapped attention; tensors are "
-                    f"called q, k, v or query, key, value"
+                    f"{name}={shown} is not supported under ContextParallel; harmless values are "
+                    f"{_IGNORABLE.get(name, ())}, and tensors are called q, k, v or query, key, value"
                 )
-            elif value not in _IGNORABLE[name]:
-                raise ValueError(
-                    f"{name}={value!r} is not supported under ContextParallel; leave it at {_IGNORABLE[name][0]!r}"
-                )
-        missing = sorted({"q", "k", "v"} - set(tensors))
-        if missing:
-            raise ValueError(f"the wrapped attention was called without {missing}; its arguments were {sorted(call)}")
-        return (tensors["q"], tensors["k"], tensors["v"]), self._plan_for(plan, causal), options
-
-    def _plan_for(self, given: Any, causal: bool) -> Plan | RankPlan:
-        name = ATTENTION_TYPES[self.attention_type]
-        remedy = (
-            f"make one with spanwise.make_plan(mask, num_ranks) and pass {name}=plan, or give it to the style, "
-            f"ContextParallel(plan=…)"
-        )
-        if given is not None and not isinstance(given, (Plan, RankPlan)):
-            raise ValueError(
-                f"under ContextParallel the mask must be a Plan, got a {type(given).__name__}: a mask does not say "
-                f"which rank holds which tokens; {remedy}"
-            )
-        plan = given if given is not None else self.plan
-        if plan is None:
+        tensors = {_TENSORS[name]: value for name, value in call.items() if name in _TENSORS}
+        if len(tensors) < 3:
+            raise ValueError(f"the wrapped attention needs q, k and v, got {sorted(tensors)} in {sorted(call)}")
+        options = {name: call[name] for name in ("scale", "score_mod") if call.get(name) is not None}
+        given = [(name, call[name]) for name in _MASKS if call.get(name) is not None]
+        if any(value is not given[0][1] for _, value in given):
+            raise ValueError(f"the wrapped attention was given two masks, {[name for name, _ in given]}")
+        plan = given[0][1] if given else self.plan
+        causal, mask = call.get("is_causal") is True, ATTENTION_TYPES[self.attention_type]
+        if not isinstance(plan, (Plan, RankPlan)):
             what = "is_causal=True" if causal else "a call without a mask"
-            raise ValueError(f"{what} does not say which rank holds which tokens; {remedy}")
+            raise ValueError(
+                f"{what if plan is None else f'a {type(plan).__name__}'} does not say which rank holds which tokens; "
+                f"make a plan with spanwise.make_plan(mask, num_ranks) and pass {mask}=plan, or give it to the style, "
+                f"ContextParallel(plan=…)"
+            )
         if causal and self.mask_name not in plan.causal:
             raise ValueError(
                 f"is_causal=True goes only with a plan of the causal mask; mask {self.mask_name!r} is another"
             )
-        return plan
+        return (tensors["q"], tensors["k"], tensors["v"]), plan, options
 
     def _check_module(self, inner: Callable[..., Any], signature: inspect.Signature, device: str) -> None:
         """Run the module and spanwise on one small causal problem and raise if they differ."""
@@ -243,10 +211,12 @@ class ContextParallel(ParallelStyle):
         expected = context_parallel_attention(
             q, k, v, build(plan, 0, device), None, kernel="reference", scale=self.scale, score_mod=self.score_mod
         )
-        call = tuple(x.transpose(1, 2) for x in (q, k, v)) if self.seq_dim == 1 else (q, k, v)
         if packed:
-            call = tuple(x[0].transpose(0, 1) for x in (q, k, v))
-            expected = expected[0].transpose(0, 1)
+            call, expected = [x[0].transpose(0, 1) for x in (q, k, v)], expected[0].transpose(0, 1)
+        elif self.seq_dim == 1:
+            call, expected = [x.transpose(1, 2) for x in (q, k, v)], expected.transpose(1, 2)
+        else:
+            call = [q, k, v]
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # FlexAttention warns that it runs uncompiled; for a probe of 32 tokens that is right.
@@ -254,12 +224,10 @@ class ContextParallel(ParallelStyle):
                 got = inner(*call, **self._probe_mask(signature, offsets, num_q != num_kv, device))
         except Exception as error:
             raise ValueError(
-                f"ContextParallel could not run the module on a small problem, q {tuple(call[0].shape)}, k and v "
+                f"ContextParallel could not run the module on q {tuple(call[0].shape)}, k and v "
                 f"{tuple(call[1].shape)}: {error}. Wrap the module whose forward is the attention call itself, "
                 f"and set probe=(num_q_heads, num_kv_heads, head_dim) if it accepts only certain shapes"
             ) from error
-        if isinstance(got, torch.Tensor) and self.seq_dim == 1:
-            got = got.transpose(1, 2)
         if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
             raise ValueError(
                 f"the module's forward is not an attention call: expected a tensor of shape {tuple(expected.shape)}, "
@@ -269,30 +237,25 @@ class ContextParallel(ParallelStyle):
         if not error_size <= (1e-3 if dtype != torch.bfloat16 else 0.1):  # its outputs are below 16
             raise ValueError(
                 f"the module computes something other than softmax(scale * q kᵀ) v: on a causal probe"
-                f"{' of two sequences' if packed else ''} it differs by "
-                f"{error_size:.3g} from what ContextParallel(scale={self.scale}, score_mod={self.score_mod}) would "
-                f"run. Pass the scale or score_mod that the module applies inside to ContextParallel"
+                f"{' of two sequences' if packed else ''} it differs by {error_size:.3g} from what "
+                f"ContextParallel(scale={self.scale}, score_mod={self.score_mod}) would run. Pass the scale or "
+                f"score_mod that the module applies inside to ContextParallel"
             )
 
     def _probe_mask(self, signature: inspect.Signature, offsets: list[int], gqa: bool, device: str) -> dict[str, Any]:
         """Keyword arguments that make the module itself causal on the probe."""
-        parameters = signature.parameters
-        kwargs: dict[str, Any] = {}
-        if gqa and "enable_gqa" in parameters:
-            kwargs["enable_gqa"] = True
-        length = offsets[-1]
+        longest = max(end - start for start, end in itertools.pairwise(offsets))
+        values: dict[str, Any] = {"enable_gqa": True} if gqa else {}
         if self.attention_type == "varlen":
             made = torch.tensor(offsets, dtype=torch.int32, device=device)
-            longest = max(end - start for start, end in itertools.pairwise(offsets))
-            varlen = {"cu_seq_q": made, "cu_seq_k": made, "max_q": longest, "max_k": longest, "window_size": (-1, 0)}
-            return kwargs | {name: value for name, value in varlen.items() if name in parameters}
-        mask = SpanMask.causal(length)
-        name = next((n for n in (ATTENTION_TYPES[self.attention_type], *_MASKS) if n in parameters), None)
-        if name is not None:
+            values |= {"cu_seq_q": made, "cu_seq_k": made, "max_q": longest, "max_k": longest, "window_size": (-1, 0)}
+        else:
+            mask, names = SpanMask.causal(offsets[-1]), (ATTENTION_TYPES[self.attention_type], *_MASKS)
+            name = next((name for name in (*names, "is_causal") if name in signature.parameters), None)
+            if name is None:
+                raise ValueError(f"its arguments {list(signature.parameters)} have neither a mask nor is_causal")
             dense = torch.from_numpy(mask.dense()).to(device)
-            return kwargs | {name: mask.block_mask(device, 128) if self.attention_type == "flex" else dense}
-        if "is_causal" in parameters:
-            return kwargs | {"is_causal": True}
-        raise ValueError(
-            f"the module's forward takes {list(parameters)}, and neither a mask ({', '.join(_MASKS)}) nor is_causal"
-        )
+            values[name] = mask.block_mask(device, 128) if self.attention_type == "flex" else dense
+            if name == "is_causal":
+                values[name] = True
+        return {name: value for name, value in values.items() if name in signature.parameters}
