@@ -155,7 +155,7 @@ EXCHANGES = {
     for each in (
         Exchange("all_gather", all_gather, everything=True),
         Exchange("needed", needed, chunk_counts=(1, 2, 4), exact=True, count=count_needed),
-        Exchange("hierarchical", hierarchical, exact=True, by_host=True, count=relays.count),
+        Exchange("hierarchical", hierarchical, exact=True, by_host=True),
         Exchange("ring", ring, keeps_kv=False),
         Exchange("ulysses", ulysses, heads=True),
     )
@@ -211,46 +211,43 @@ def route_of(exchange: Exchange, problem: RouteProblem, batch_size: int) -> Rout
 
 def _check(name: str, problem: RouteProblem, steps: Steps) -> None:
     """``ValueError`` unless senders have what they send, and each group gets what it reads, everything once."""
-    size, rows, length = problem.num_groups, range(len(problem.needs)), problem.layout.seq_len
-    held = [problem.held(row) for row in rows]
-    # What each group has in each batch row: at first what it owns, then what each step brings.
-    has = [[[each[each[:, 0] == group, 1:] for group in range(size)] for each in held]]
+    size, rows, length = problem.num_groups, len(problem.needs), problem.layout.seq_len
 
     def must(holds: Any, promise: str) -> None:
         if not holds:
             raise ValueError(f"exchange {name!r}: {promise}")
 
+    def must_hold(runs: Int64, has: Int64, promise: str) -> None:
+        missing = subtract_runs(merge_runs(*runs.T), merge_runs(*has.T))
+        must(not len(missing), f"group {missing[:1, 0] // length % size} {promise}")
+
+    # Runs of all groups and batch rows lie one after the other on one line.
+    row, group, start, stop = problem.owned().T
+    has = [np.column_stack([start, stop]) + ((row * size + group) * length)[:, None]]  # then what each step brings
     for i, (source, moves) in enumerate(steps):
         table = isinstance(moves, np.ndarray) and moves.dtype == np.int64 and moves.ndim == 2 and moves.shape[1] == 5
         must(table, f"moves must be int64 [m, 5] of row, receiver, sender, start, stop, got {moves!r} in step {i}")
         must(isinstance(source, int) and -1 <= source < i, f"source must be -1 or an earlier step, got {source!r}")
         must(source < 0 or len(steps[source].moves), f"step {i} sends rows of step {source}, which brings none")
-        everyone = moves[:, RECEIVER] == EVERYONE
-        every_token = (moves[:, STOP] - moves[:, START]).sum() == len(rows) * length
-        must(
-            not everyone.any() or (source == -1 and everyone.all() and every_token),
-            "a step to everyone sends all that the groups own, and nothing else",
-        )
-        for column, low, high in ((ROW, 0, len(rows)), (RECEIVER, -1, size), (SENDER, 0, size), (START, 0, length)):
-            inside = (moves[:, column] >= low) & (moves[:, column] < high)
-            must(inside.all(), f"column {column} of moves must be in [{low}, {high}), in step {i}")
+        bounds = ((ROW, rows), (RECEIVER, size), (SENDER, size), (START, length), (STOP, length + 1))
+        for column, high in bounds:
+            inside = (moves[:, column] >= (EVERYONE if column == RECEIVER else 0)) & (moves[:, column] < high)
+            must(inside.all(), f"column {column} of moves must be in [0, {high}), in step {i}")
         moved = (moves[:, START] < moves[:, STOP]) & (moves[:, RECEIVER] != moves[:, SENDER])
         must(moved.all(), "a move is of a token at least, and to another group")
-        has.append([])
-        for row in rows:
-            mine = moves[moves[:, ROW] == row]
-            mine = mine[np.argsort(mine[:, START], kind="stable")]
-            for group in range(size):
-                sent = merge_runs(*mine[mine[:, SENDER] == group, START:].T)
-                missing = subtract_runs(sent, has[source + 1][row][group])
-                must(not len(missing), f"group {group} sends keys that it does not have by then")
-            to = (mine[:, SENDER] != group if everyone.any() else mine[:, RECEIVER] == group for group in range(size))
-            has[-1].append([mine[some, START:] for some in to])
-    for row in rows:
-        for group in range(size):
-            all_runs = np.concatenate([each[row][group] for each in has])
-            union = merge_runs(*all_runs.T)
-            twice = (union[:, 1] - union[:, 0]).sum() < (all_runs[:, 1] - all_runs[:, 0]).sum()
-            must(not twice, f"group {group} gets a key twice, or one that it owns")
-            unmet = subtract_runs(problem.needs[row][group], union)
-            must(not len(unmet), f"group {group} does not get all keys that it reads")
+        if EVERYONE in moves[:, RECEIVER]:
+            every_token = (moves[:, STOP] - moves[:, START]).sum() == rows * length
+            only = source == -1 and (moves[:, RECEIVER] == EVERYONE).all() and every_token
+            must(only, "a step to everyone sends all that the groups own, and nothing else")
+            to, moves = np.tile(np.arange(size), len(moves)), np.repeat(moves, size, axis=0)
+            moves[:, RECEIVER] = to
+            moves = moves[to != moves[:, SENDER]]
+        sent, brought = (
+            moves[:, START:] + ((moves[:, ROW] * size + moves[:, of]) * length)[:, None] for of in (SENDER, RECEIVER)
+        )
+        must_hold(sent, has[source + 1], "sends keys that it does not have by then")
+        has.append(brought)
+    everything = np.sort(np.concatenate(has), axis=0)
+    must((everything[1:, 0] >= everything[:-1, 1]).all(), "a group gets a key twice, or one that it owns")
+    needs = [runs + (row * size + i) * length for row, of in enumerate(problem.needs) for i, runs in enumerate(of)]
+    must_hold(np.concatenate(needs), everything, "does not get all keys that it reads")

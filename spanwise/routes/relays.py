@@ -13,15 +13,13 @@ computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.traffic import add_pairs
 from spanwise.masks.arrays import Int64
-from spanwise.routes.route import RouteProblem, Tables
+from spanwise.routes.route import RouteProblem
 
 
 class _Pieces(NamedTuple):
@@ -41,15 +39,10 @@ class _Pieces(NamedTuple):
     def of(self, index: np.ndarray) -> _Pieces:
         return _Pieces(*(x[index] for x in self))
 
-    def readers(self) -> tuple[Int64, Int64]:
-        """Each piece and each group that reads it, int64 ``[m]``."""
-        piece, place = np.nonzero(self.reads)
-        return piece, self.host[piece] * self.reads.shape[1] + place
-
     def moves(self, sender: Int64, row: int) -> Int64:
         """Moves ``[m, 5]`` of every piece of a batch row from its `sender` to each group that reads it."""
-        piece, receiver = self.readers()
-        start = self.start[piece]
+        piece, place = np.nonzero(self.reads)
+        receiver, start = self.host[piece] * self.reads.shape[1] + place, self.start[piece]
         return np.column_stack([np.full_like(start, row), receiver, sender[piece], start, start + self.tokens[piece]])
 
 
@@ -60,33 +53,16 @@ def moves(problem: RouteProblem) -> tuple[Int64, Int64]:
         From owners, to readers on the same host and to relays on other hosts; and from relays to the other readers on
         their hosts.
     """
-    direct, passed = [], []
-    for row, (near, far, others, relay) in enumerate(_rows(problem)):
-        direct += [near.moves(near.owner, row), far.moves(far.owner, row)]
-        passed.append(others.moves(relay, row))
-    return np.concatenate(direct), np.concatenate(passed)
-
-
-def count(problem: RouteProblem) -> Tables:
-    """Tokens of `moves` by pair of groups, without them."""
-    direct, passed = np.zeros((2, problem.num_groups, problem.num_groups), np.int64)
-    for near, far, others, relay in _rows(problem):
-        for table, pieces, sender in ((direct, near, near.owner), (direct, far, far.owner), (passed, others, relay)):
-            piece, receiver = pieces.readers()
-            add_pairs(table, receiver, sender[piece], pieces.tokens[piece])
-    return [(-1, direct), (0, passed)]
-
-
-def _rows(problem: RouteProblem) -> Iterator[tuple[_Pieces, _Pieces, _Pieces, Int64]]:
-    """Of each batch row: pieces of readers' own hosts, others for their relays, the same for other readers, relays."""
-    size = problem.host_groups
+    size, direct, passed = problem.host_groups, [], []
     load = np.zeros((-(-problem.num_groups // size), size), np.int64)  # tokens that each group gets from other hosts
     for row, needs in enumerate(problem.needs):
         pieces = _pieces(needs, problem.layout, row, size)
         inside = pieces.owner // size == pieces.host
         near, far, relay = pieces.of(inside), *_relayed(pieces.of(~inside), load)
         alone = np.arange(size) == (relay % size)[:, None]
-        yield near, far._replace(reads=alone), far._replace(reads=far.reads & ~alone), relay
+        direct += [near.moves(near.owner, row), far._replace(reads=alone).moves(far.owner, row)]
+        passed.append(far._replace(reads=far.reads & ~alone).moves(relay, row))
+    return np.concatenate(direct), np.concatenate(passed)
 
 
 def _pieces(needs: list[Int64], layout: Layout, row: int, places: int) -> _Pieces:

@@ -150,7 +150,7 @@ def test_promises_are_checked() -> None:
 
     wrong = {
         "source must be -1 or an earlier step, got 2": functools.partial(passed_on, source=2),
-        "group 0 sends keys that it does not have": functools.partial(passed_on, source=1),
+        "sends keys that it does not have": functools.partial(passed_on, source=1),
         r"moves must be int64 \[m, 5\]": changed(lambda steps: [Step(-1, steps[0].moves.astype(np.int32))]),
         r"column 2 of moves must be in \[0, 4\)": changed(moved(0, SENDER, 4)),
         "a move is of a token at least, and to another group": changed(moved(1, RECEIVER, 0)),
