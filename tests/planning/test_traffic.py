@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from spanwise import H100, SpanMask, make_plan
+from spanwise import SpanMask, make_plan
 from spanwise.layouts.layout import Layout
 from spanwise.planning.plan import Plan
 from spanwise.planning.seconds import _chunk_pairs
