@@ -71,73 +71,54 @@ def assign_layout(balancer: str | LoadBalancer, problem: LayoutProblem, num_rank
     return answer
 
 
-class Assigner:
-    """Layouts of one problem for any number of ranks.
+def problem_of(
+    masks: dict[str, SpanMask], weights: Mapping[str, float] | None, block_size: int, cu_seqlens: Any,
+    packing: Packing | None,
+) -> LayoutProblem:  # fmt: skip
+    """The layout problem of a plan's masks; of masks that are not square, that of the queries."""
+    first = next(iter(masks.values()))
+    square = first.q_len == first.kv_len and (packing is None or packing.square)
+    if packing is not None and square:
+        cu_seqlens = np.unique([0, *packing.q_offsets, packing.q_len])
+    elif square and cu_seqlens is None:
+        cu_seqlens = common([mask.cu_seqlens for mask in masks.values()])
+    if not square and cu_seqlens is not None:
+        raise ValueError("cu_seqlens is for self-attention; where keys differ from queries, give a packing")
+    return LayoutProblem(masks, weights, block_size, cu_seqlens, square=square)
 
-    Balancers assign square masks. All other masks have two fixed orders: "contiguous", and "dual_chunk" of a packing.
 
-    Attributes:
-        problem: the `LayoutProblem`; of masks that are not square, that of the queries.
-        square: whether queries and keys lie alike.
-        weights: weight of each mask.
-        cu_seqlens: document offsets of each batch row; None with a packing or if unknown.
+def layouts(
+    problem: LayoutProblem, packing: Packing | None, balancer: str | LoadBalancer, outer: int, inner: int
+) -> tuple[Layout, Layout, int]:
+    """Layouts of queries and of keys for ``outer * inner`` ranks, and the block size that was used.
+
+    Balancers assign square masks; all others have two fixed orders, "contiguous" and "dual_chunk" of a packing. The
+    balancer assigns tokens to groups of `inner` ranks, and each group splits its tokens among its ranks. With one group
+    (Ulysses alone) the balancer assigns to the ranks of the group. Blocks are cut finer where a rank would otherwise
+    hold no token although there are enough.
     """
-
-    def __init__(
-        self,
-        masks: dict[str, SpanMask],
-        weights: Mapping[str, float] | None,
-        block_size: int,
-        cu_seqlens: Any,
-        packing: Packing | None,
-    ) -> None:
-        first = next(iter(masks.values()))
-        self.q_len, self.kv_len = first.q_len, first.kv_len
-        self.square = self.q_len == self.kv_len and (packing is None or packing.square)
-        self.packing = packing
-        if packing is not None and self.square:
-            cu_seqlens = np.unique([0, *packing.q_offsets, packing.q_len])
-        elif self.square and cu_seqlens is None:
-            cu_seqlens = common([mask.cu_seqlens for mask in masks.values()])
-        if not self.square and cu_seqlens is not None:
-            raise ValueError("cu_seqlens is for self-attention; where keys differ from queries, give a packing")
-        self.problem = LayoutProblem(masks, weights, block_size, cu_seqlens, square=self.square)
-        self.weights = {name: float(weight) for name, weight in (self.problem.weights or {}).items()}
-        self.cu_seqlens = self.problem.cu_seqlens_rows if packing is None else None
-        self.num_blocks = self.problem.num_blocks
-
-    def layouts(self, balancer: str | LoadBalancer, outer: int, inner: int) -> tuple[Layout, Layout, int]:
-        """Layouts of queries and of keys for ``outer * inner`` ranks, and the block size that was used.
-
-        The balancer assigns tokens to groups of `inner` ranks, and each group splits its tokens among its ranks. With
-        one group (Ulysses alone) the balancer assigns to the ranks of the group. Blocks are cut finer where a rank
-        would otherwise hold no token although there are enough.
-        """
-        num_ranks = outer * inner
-        if balancer == "dual_chunk":
-            if self.packing is None:
-                raise ValueError(
-                    "balancer 'dual_chunk' is the order of a packing: give packing=spanwise.Packing(…), or use "
-                    "'per_document_head_tail' with cu_seqlens, which needs no padding"
-                )
-            layout = self.packing.dual_chunk_layout(num_ranks, side="q")
-            kv_layout = self.packing.dual_chunk_layout(num_ranks, side="kv")
-            return layout, layout if kv_layout == layout else kv_layout, self.problem.block_size
-        if not self.square:
-            if balancer != "contiguous":
-                raise ValueError(
-                    f"queries and keys lie differently ({self.q_len} and {self.kv_len} tokens): use "
-                    f"balancer='contiguous' or, with a packing, 'dual_chunk'; got {balancer!r}"
-                )
-            return contiguous(self.q_len, num_ranks), contiguous(self.kv_len, num_ranks), self.problem.block_size
-        groups, parts = (num_ranks, 1) if outer == 1 else (outer, inner)
-        problem, first = self.problem, None
-        for block_size in (problem.block_size, max(self.q_len // (_BLOCKS_PER_GROUP * groups), 1), 1):
-            if block_size < problem.block_size:
-                problem = dataclasses.replace(problem, block_size=block_size)
-            layout = assign_layout(balancer, problem, groups).split(parts)
-            if np.count_nonzero(layout.tokens_per_rank) == min(num_ranks, self.q_len):
-                return layout, layout, problem.block_size
-            first = first or layout
-        assert first is not None
-        return first, first, self.problem.block_size  # a balancer of the caller that wants it so
+    num_ranks, q_len, kv_len = outer * inner, problem.seq_len, next(iter(problem.masks.values())).kv_len
+    if balancer == "dual_chunk":
+        if packing is None:
+            raise ValueError(
+                "balancer 'dual_chunk' is the order of a packing: give packing=spanwise.Packing(…), or use "
+                "'per_document_head_tail' with cu_seqlens, which needs no padding"
+            )
+        layout, kv_layout = packing.dual_chunk_layout(num_ranks, "q"), packing.dual_chunk_layout(num_ranks, "kv")
+        return layout, layout if kv_layout == layout else kv_layout, problem.block_size
+    if not problem.square:
+        if balancer != "contiguous":
+            raise ValueError(
+                f"queries and keys lie differently ({q_len} and {kv_len} tokens): use balancer='contiguous' or, with a "
+                f"packing, 'dual_chunk'; got {balancer!r}"
+            )
+        return contiguous(q_len, num_ranks), contiguous(kv_len, num_ranks), problem.block_size
+    groups, parts = (num_ranks, 1) if outer == 1 else (outer, inner)
+    whole = assign_layout(balancer, problem, groups).split(parts)
+    for block_size in (problem.block_size, max(q_len // (_BLOCKS_PER_GROUP * groups), 1), 1):
+        layout = whole
+        if block_size < problem.block_size:
+            layout = assign_layout(balancer, dataclasses.replace(problem, block_size=block_size), groups).split(parts)
+        if np.count_nonzero(layout.tokens_per_rank) == min(num_ranks, q_len):
+            return layout, layout, min(block_size, problem.block_size)
+    return whole, whole, problem.block_size  # a balancer of the caller that wants it so

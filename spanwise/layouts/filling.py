@@ -23,17 +23,14 @@ from spanwise.masks.arrays import Float64, Int64
 # Found by trial on lognormal documents on 32 and 1,024 ranks. Items above _BIG of a bin's mean work may use the slack
 # of the bound, because cutting them costs most. Of that slack a bin may lack _LACK, and fill _FULL with an item that no
 # bin can hold. A head and a tail may be off by _FAR times what a bin may lack before inner units replace them, which
-# leave two parts of the item: with 1 for 16, steps of trees on 1,024 ranks take 1.24 times as long.
+# leave two parts of the item: with 1 for 16, steps of trees on 1,024 ranks take 1.24 times as long, and without inner
+# units those of a tree on 32 ranks 1.06 times.
 _BIG, _LACK, _FULL, _FAR = 0.1, 0.25, 0.95, 16
 _NEAR = 64  # items to look at first for the lightest
 
 
 # Share of the slack that the work of a host may use; the rest is for the ranks inside it.
 _HOST_SLACK = 0.75
-# Share of a document up to which what a fold leaves to the next host is its first tokens instead: they read nothing of
-# this host. Predicted step with 0.25, 0.1, 0.05 and without, lognormal documents on 128 ranks: median 6k 28.5, 28.7,
-# 28.7, 31.5 ms, median 16k 115.7, 108.0, 108.0, 108.0. Among the ranks of a host it costs up to 13 %.
-_LITTLE = 0.1
 # Orders of documents to try, as many as take the time of one for 128 ranks, and how far the factors that make them are
 # from 1. On 8 and 16 ranks, 12 packings of other seeds than the benchmark's, 12 tries bring 0.89 and 0.97 of the tokens
 # of one, 40 tries 0.86 and 0.96; with 0.3 for 0.6 0.91 and 0.97. On few hosts half as many: steps of 20 packings on 2,
@@ -62,8 +59,7 @@ def tries(documents: Int64, before: Float64, num_ranks: int, host_size: int, bou
     return [
         fill(
             np.column_stack([documents[:-1], documents[1:]]), before, np.add.reduceat(sizes, first), ranks,
-            np.zeros(len(first)), bound if alone else 1 + _HOST_SLACK * (bound - 1), order=order,
-            little=0.0 if alone else _LITTLE,
+            np.zeros(len(first)), bound if alone else 1 + _HOST_SLACK * (bound - 1), order,
         )
         for order in orders
     ]  # fmt: skip
@@ -106,8 +102,8 @@ def _shared(runs: Int64, num_ranks: int) -> Int64:
 
 
 def fill(
-    items: Int64, before: Float64, sizes: Int64, share: Float64, had: Float64, bound: float, *,
-    little: float = 0.0, order: Float64 | float = 1.0,
+    items: Int64, before: Float64, sizes: Int64, share: Float64, had: Float64, bound: float,
+    order: Float64 | float = 1.0,
 ) -> Int64:  # fmt: skip
     """Assigns all units of the items to bins.
 
@@ -118,7 +114,6 @@ def fill(
         share: work of each bin relative to the others.
         had: work that each bin has of what was assigned before.
         bound: work that a bin may have, in its share of all work.
-        little: share of a fold up to which the first units of an item stay apart, as an item that reads no other.
         order: factors of the items' work per unit where they are sorted.
 
     Returns:
@@ -132,7 +127,7 @@ def fill(
         bin_ = _Bin(items[by_density], before, int(sizes[k]), float(had[k]))
         mean = total * fraction
         if sizes[k]:
-            _fill_bin(bin_, mean, left * fraction / left_share, bound * mean, little)
+            _fill_bin(bin_, mean, left * fraction / left_share, bound * mean)
         pieces += [(k, *piece) for piece in bin_.pieces]
         left -= bin_.work
         left_share -= fraction
@@ -227,14 +222,18 @@ class _Bin:
         self.take(i, units, goal - self.work if is_off and units == self.room and start + units < stop else None, slack)
 
 
-def _fill_bin(b: _Bin, mean: float, target: float, limit: float, little: float) -> None:
+def _fill_bin(b: _Bin, mean: float, target: float, limit: float) -> None:
     """Takes items until the bin is full; its work is to be `target`, and at most `limit` if possible."""
     goal, slack = min(target, limit), _LACK * (limit - mean)
     b.sum_lightest()
     allowed = limit if b.works[0] > _BIG * mean else goal
     if b.units[0] > b.room or b.work + b.works[0] + b.lightest(b.room - int(b.units[0])) > allowed:
         goal = max(goal, mean + _FULL * (limit - mean))
-        _fold(b, goal, slack, little)
+        # A head and a tail with the mean work per unit of the first item; nothing if no unit fits.
+        first = int(b.units[0])
+        density = float(b.works[0]) / first
+        if units := min(first - 1, b.most(density, goal)):
+            b.take(0, units, density * units, slack)
     while b.room:
         least = b.sum_lightest()
         lack = goal - b.work - least
@@ -269,19 +268,6 @@ def _fill_bin(b: _Bin, mean: float, target: float, limit: float, little: float) 
         b.give(start, end)
         if end < stop:
             b.cuts.append((end, stop))
-
-
-def _fold(b: _Bin, goal: float, slack: float, little: float) -> None:
-    """Takes a head and a tail with the mean work per unit of the first item; nothing if no unit fits."""
-    start, stop = b.items[0].tolist()
-    units = min(stop - start - 1, b.most(float(b.works[0]) / (stop - start), goal))
-    if units:
-        if 0 < (rest := (stop - start) % units) <= little * units:
-            b.cuts.append((start, start + rest))
-            b.items[0, 0] = start = start + rest
-            density = float(b.before[stop] - b.before[start]) / (stop - start)  # more than with the first units
-            units = min(units, b.most(density, goal))
-        b.take(0, units, float(b.before[stop] - b.before[start]) / (stop - start) * units, slack)
 
 
 def _longest_prefix(b: _Bin, i: int, goal: float) -> int:

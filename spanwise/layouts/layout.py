@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from spanwise.layouts.runs import overlaps, ragged_arange
 from spanwise.masks.arrays import Int64
-from spanwise.masks.checks import check_below, check_positive
+from spanwise.masks.checks import check_below, check_positive, check_shape, int_array
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -57,7 +57,7 @@ class Layout:
         num_ranks, seq_len = check_positive(num_ranks, "num_ranks"), check_positive(seq_len, "seq_len")
         if len(pieces) == 0:
             raise ValueError("a layout needs at least one batch row, got none")
-        tables = [_canonical(_int_array(p, 3, "pieces"), num_ranks, seq_len) for p in pieces]
+        tables = [_canonical(each, num_ranks, seq_len) for each in pieces]
         rows = tuple(_frozen(table[:, 1:]) for table in tables)
         offsets = np.stack([np.searchsorted(table[:, 0], np.arange(num_ranks + 1)) for table in tables])
         object.__setattr__(self, "seq_len", seq_len)
@@ -87,12 +87,8 @@ class Layout:
                [0, 6, 7],
                [1, 2, 6]])
         """
-        check_positive(seq_len, "seq_len")
-        check_positive(block_size, "block_size")
-        table = np.asarray(owner)
-        num_blocks = -(-seq_len // block_size)
-        if not np.issubdtype(table.dtype, np.integer):
-            raise ValueError(f"block owners must be integers, got dtype {table.dtype}")
+        num_blocks = -(-check_positive(seq_len, "seq_len") // check_positive(block_size, "block_size"))
+        table = int_array(owner, "block owners")
         if table.ndim not in (1, 2) or table.shape[-1] != num_blocks:
             raise ValueError(
                 f"block owners must have shape [{num_blocks}] or [batch, {num_blocks}] "
@@ -295,8 +291,11 @@ class Layout:
         return check_below(row, self.batch_size, "row") if row < 0 or self.batch_size > 1 else 0
 
 
-def _canonical(pieces: Int64, num_ranks: int, seq_len: int) -> Int64:
+def _canonical(given: ArrayLike, num_ranks: int, seq_len: int) -> Int64:
     """Checks that the pieces tile the sequence; returns them sorted by (rank, start), adjacent ones merged."""
+    pieces = int_array(given, "pieces").astype(np.int64, copy=False)
+    pieces = pieces if pieces.size else pieces.reshape(0, 3)
+    check_shape(pieces, "pieces", "n", 3)
     pieces = pieces[pieces[:, 1] != pieces[:, 2]]
     for rank, start, stop in pieces[pieces[:, 1] > pieces[:, 2]][:1]:
         raise ValueError(f"rank {rank} has the run [{start}, {stop}), which ends before it starts")
@@ -319,18 +318,6 @@ def _canonical(pieces: Int64, num_ranks: int, seq_len: int) -> Int64:
     first = np.flatnonzero(opens)
     last = np.append(first[1:], len(pieces)) - 1
     return np.column_stack([rank[first], start[first], stop[last]])
-
-
-def _int_array(values: ArrayLike, width: int, what: str) -> Int64:
-    """``values`` as int64 ``[n, width]``; an empty array of any shape has no rows."""
-    array = np.asarray(values)
-    if array.size == 0:
-        return np.empty((0, width), dtype=np.int64)
-    if array.ndim != 2 or array.shape[1] != width:
-        raise ValueError(f"{what} must have shape [n, {width}], got {list(array.shape)}")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{what} must be integers, got dtype {array.dtype}")
-    return array.astype(np.int64, copy=False)
 
 
 def _frozen(array: NDArray[Any]) -> Int64:

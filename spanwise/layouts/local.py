@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spanwise.layouts import filling, swaps, traffic
+from spanwise.layouts import filling, swaps
 from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem
@@ -26,10 +26,9 @@ from spanwise.layouts.runs import subtract_runs
 from spanwise.masks import even_runs
 from spanwise.masks.arrays import Float64, Int64
 
-# Ranks up to which units change places afterwards, units of a rank, and of all. Tokens received on 4 ranks, block
-# diffusion of 16,384 and of 65,536 tokens: without swaps 4,184 and 33,008, so 3,616 and 26,848, with twice the units
-# 3,632 and 30,976. CPU seconds of a plan for 8 ranks: 0.02 without swaps, 0.1 with them.
-_MOST_SWAPPED, _PER_RANK, _UNITS = 16, 16, 128
+# Ranks up to which units change places afterwards. CPU seconds of a plan for 8 ranks: 0.02 without swaps, 0.1 with
+# them. Packed documents of block diffusion on 4 to 16 ranks take steps 1.07 to 1.2 times as long without swaps.
+_MOST_SWAPPED = 16
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class Local:
             return filling.inside_hosts(best, documents, before, num_ranks, size, self.max_imbalance)
         several = any(mask.num_spans > 1 for mask in problem.masks.values())  # otherwise swaps shorten no step
         if several and 1 < num_ranks <= _MOST_SWAPPED and self.host_size is None:
-            swapped = _swapped(problem, row, num_ranks, [best, even], limit)
-            best = _best(problem, row, [best, *swapped], np.full(num_ranks, limit))
+            found = [each for start in (best, even) for each in swaps.swapped(problem, row, num_ranks, start, limit)]
+            best = _best(problem, row, [best, *found], np.full(num_ranks, limit))
         return best
 
 
@@ -108,25 +107,3 @@ def _best(problem: LayoutProblem, row: int, tries: list[Int64], limits: Float64,
     by_bin = received.reshape(len(tries), bins)
     cost = by_bin.sum(axis=1) + busiest * bins * by_bin.max(axis=1)
     return tries[int(np.lexsort((cost, beyond))[0])]
-
-
-def _swapped(problem: LayoutProblem, row: int, num_ranks: int, starts: list[Int64], bound: float) -> list[Int64]:
-    """Pieces from each start after swaps of units, as many for each rank; none if units would be less than a block."""
-    per_rank = min(_PER_RANK, _UNITS // num_ranks, problem.seq_len // (num_ranks * problem.block_size))
-    if per_rank < 2:
-        return []
-    number = per_rank * num_ranks
-    sizes = problem.seq_len // number + (np.arange(number) < problem.seq_len % number)
-    edges = np.append(0, np.cumsum(sizes))
-    masks = [problem.masks[name] for name in sorted(problem.masks)]
-    reads = [swaps.unit_reads(mask.row(traffic.row_of(mask, row)), edges) for mask in masks]
-    weights = [float((problem.weights or {})[name]) for name in sorted(problem.masks)]
-    work = np.diff(problem.work_before[row][edges])
-    found = []
-    for pieces in starts:
-        held = np.zeros((num_ranks, number), np.int64)
-        for rank, start, stop in pieces:
-            held[rank] += np.maximum(np.minimum(edges[1:], stop) - np.maximum(edges[:-1], start), 0)
-        owner = swaps.improve(swaps.start_from(held, sizes), reads, weights, sizes, work, bound)
-        found.append(np.column_stack([owner, edges[:-1], edges[1:]]))
-    return found

@@ -10,8 +10,8 @@ Without padding the two are equal.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
@@ -22,7 +22,7 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.runs import ragged_arange
 from spanwise.masks import offsets as _offsets
 from spanwise.masks.arrays import Bool, Int64
-from spanwise.masks.checks import check_length, check_offsets, check_positive, check_window, int_array
+from spanwise.masks.checks import check_length, check_offsets, check_positive, check_window
 from spanwise.masks.span_mask import SpanMask
 
 Side = Literal["q", "kv"]
@@ -249,12 +249,11 @@ class Packing:
             ValueError: storage without a row, the mask has batch rows or other lengths than storage, a padding row has
                 a span, or a span covers a padding key.
         """
-        for what, rows in (("query", self.q_len), ("key", self.kv_len)):
-            if rows == 0:
-                raise ValueError(
-                    f"the packing has no {what} rows ({self.num_sequences} sequences, {self.q_len} query and "
-                    f"{self.kv_len} key rows), and a plan needs some on both sides: skip this batch, on every rank"
-                )
+        if 0 in (self.q_len, self.kv_len):
+            raise ValueError(
+                f"the packing has {self.q_len} query and {self.kv_len} key rows, and a plan needs some on both sides: "
+                f"skip this batch, on every rank"
+            )
         if mask.batch_size > 1:
             raise ValueError(f"a packing has no batch rows, got a mask of batch size {mask.batch_size}")
         if (mask.q_len, mask.kv_len) != (self.q_len, self.kv_len):
@@ -293,50 +292,30 @@ class Packing:
         check_chunks(edges, num_ranks, f"{what} ")
         return Layout([head_tail_pieces(edges, num_ranks)], num_ranks, length)
 
-    def to_arrays(self) -> dict[str, Int64]:
-        """Everything as named int64 arrays, for plan files; `from_arrays` reads it back."""
-        arrays = {name: getattr(self, name) for name in ("q_lens", "q_offsets", "kv_lens", "kv_offsets")}
-        return {**arrays, "storage": np.array([self.q_len, self.kv_len])}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Any]) -> Packing:
-        """The packing of `to_arrays`; checks everything again.
-
-        Raises:
-            ValueError: an array is missing or has another shape, or as the constructor.
-        """
-        try:
-            cu_seqlens_q, cu_seqlens_kv = (
-                np.append(0, np.cumsum(int_array(arrays[name], name))) for name in ("q_lens", "kv_lens")
-            )
-            q_len, kv_len = arrays["storage"].tolist()
-            offsets, kv_offsets = arrays["q_offsets"], arrays["kv_offsets"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not the arrays of a packing: {error!r}") from error
-        return cls(
-            cu_seqlens_q, cu_seqlens_q_padded=offsets, cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_kv_padded=kv_offsets,
-            q_len=q_len, kv_len=kv_len,
-        )  # fmt: skip
+    def to_arrays(self) -> dict[str, Any]:
+        """The constructor's arguments, for plan files: ``Packing(**arrays)`` is the same packing."""
+        return {
+            "cu_seqlens_q": np.append(0, np.cumsum(self.q_lens)), "cu_seqlens_q_padded": self.q_offsets,
+            "cu_seqlens_kv": np.append(0, np.cumsum(self.kv_lens)), "cu_seqlens_kv_padded": self.kv_offsets,
+            "q_len": self.q_len, "kv_len": self.kv_len,
+        }  # fmt: skip
 
     def digest(self) -> bytes:
         """16 bytes that are equal exactly for equal packings (up to hash collisions), on any machine."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(np.array([self.num_sequences, self.q_len, self.kv_len], "<i8").tobytes())
-        for array in (self.q_lens, self.q_offsets, self.kv_lens, self.kv_offsets):
-            digest.update(np.ascontiguousarray(array, "<i8").data)
-        return digest.digest()
+        arrays = [np.ravel(array).astype("<i8") for array in self.to_arrays().values()]
+        return hashlib.blake2b(np.concatenate(arrays).tobytes(), digest_size=16).digest()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Packing):
             return NotImplemented
-        mine, theirs = self.to_arrays(), other.to_arrays()
-        return all(np.array_equal(mine[name], theirs[name]) for name in mine)
+        theirs = other.to_arrays()
+        return all(np.array_equal(mine, theirs[name]) for name, mine in self.to_arrays().items())
 
     def __hash__(self) -> int:
         return hash(self.digest())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Packing.from_arrays, (self.to_arrays(),)
+        return functools.partial(Packing, **self.to_arrays()), ()
 
     def __repr__(self) -> str:
         sides = [f"{self.q_lens.sum()} of {self.q_len} rows"]
@@ -345,11 +324,9 @@ class Packing:
         return f"Packing({self.num_sequences} sequences, {', '.join(sides)})"
 
     def _of(self, side: Side) -> tuple[Int64, Int64, int]:
-        if side == "q":
-            return self.q_lens, self.q_offsets, self.q_len
-        if side == "kv":
-            return self.kv_lens, self.kv_offsets, self.kv_len
-        raise ValueError(f'side must be "q" or "kv", got {side!r}')
+        if side not in ("q", "kv"):
+            raise ValueError(f'side must be "q" or "kv", got {side!r}')
+        return getattr(self, f"{side}_lens"), getattr(self, f"{side}_offsets"), getattr(self, f"{side}_len")
 
 
 def _rows(lens: Int64, offsets: Int64) -> Int64:

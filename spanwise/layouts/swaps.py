@@ -1,148 +1,114 @@
-"""Local search on a layout for few ranks: swaps of units between ranks, priced for all partners of a unit at once.
+"""Local search on a layout for few ranks: swaps of units, runs of tokens, between ranks.
 
 It starts from any layout and knows nothing of documents, so that masks with several spans a row (trees, shared
-prefixes, video with global tokens, block diffusion) gain most. Pure numpy. Matrix products hold whole numbers, and work
-is summed in order, so that the answer is the same on every host.
+prefixes, video with global tokens, block diffusion) gain most. Matrix products hold whole numbers, and work is summed
+in order, so that the answer is the same on every host.
 """
 
-# n units; P ranks. A unit is a run of tokens. Unit a reads unit b if a row of a reads a key of b.
+# n units; P ranks. A unit reads another one if a row of it reads a key of that one.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
+from spanwise.layouts.problem import LayoutProblem
+from spanwise.masks import even_runs
 from spanwise.masks.arrays import Float64, Int64
-from spanwise.masks.span_mask import SpanMask
 
+# Units of a rank, and of all. Tokens received on 4 ranks, block diffusion of 16,384 and of 65,536 tokens: without swaps
+# 4,184 and 33,008, so 3,616 and 26,848, with twice the units 3,632 and 30,976.
+_PER_RANK, _UNITS = 16, 128
 # Passes over all units. In the first ones a swap may bring as many tokens as a unit has; work beyond the bound costs
 # `_SOFT` times the tokens that have as much work in the mean, later `_HARD` times.
 _PASSES, _FIRST, _SOFT, _HARD = 12, 4, 4.0, 100.0
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def unit_reads(mask: SpanMask, edges: Int64) -> Float64:
-    """1 where a unit reads another one, else 0: ``[n, n]``; of a mask of one batch row, units between `edges`."""
-    num_units = len(edges) - 1
-    unit = np.repeat(np.arange(num_units), np.diff(edges))
-    opened = np.zeros((num_units, num_units + 1), np.int64)
-    for start, end in zip(mask.start[0], mask.end[0], strict=True):
-        reads = end > start
-        np.add.at(opened, (unit[reads], np.searchsorted(edges, start[reads], side="right") - 1), 1)
-        np.add.at(opened, (unit[reads], np.searchsorted(edges, end[reads], side="left")), -1)
-    return (np.cumsum(opened, axis=1)[:, :-1] > 0).astype(np.float64)
+def swapped(problem: LayoutProblem, row: int, num_ranks: int, pieces: Int64, bound: float) -> list[Int64]:
+    """The pieces after swaps, with work within the bound where swaps reach it; none if units were less than a block.
 
-
-def start_from(held: Int64, sizes: Int64) -> Int64:
-    """Owners of units, the rank that holds most of each; equally many for each rank, and long ones, or one more.
-
-    Args:
-        held: tokens of each unit that each rank holds, ``[P, n]``; n is a multiple of P.
-        sizes: tokens of each unit, of two numbers at most.
+    Every rank gets equally many units, and long ones, or one more.
     """
-    owner, num_ranks = held.argmax(axis=0), len(held)
-    num_long = int((sizes > sizes.min()).sum())
-    long = num_long // num_ranks + (np.arange(num_ranks) < num_long % num_ranks)
-    for units, wanted in (
-        (np.flatnonzero(sizes > sizes.min()), long),
-        (np.flatnonzero(sizes == sizes.min()), len(sizes) // num_ranks - long),
-    ):
-        spare = np.bincount(owner[units], minlength=num_ranks) - wanted
-        while spare.any():
+    per_rank = min(_PER_RANK, _UNITS // num_ranks, problem.seq_len // (num_ranks * problem.block_size))
+    if per_rank < 2:
+        return []
+    number = per_rank * num_ranks
+    long = np.arange(number) < problem.seq_len % number
+    edges = np.append(0, np.cumsum(problem.seq_len // number + long))
+    held = np.zeros((num_ranks, number), np.int64)
+    for rank, start, stop in pieces:
+        held[rank] += np.maximum(np.minimum(edges[1:], stop) - np.maximum(edges[:-1], start), 0)
+    owner, wanted = held.argmax(axis=0), long.sum() // num_ranks + (np.arange(num_ranks) < long.sum() % num_ranks)
+    for units, each in ((np.flatnonzero(long), wanted), (np.flatnonzero(~long), per_rank - wanted)):
+        while (spare := np.bincount(owner[units], minlength=num_ranks) - each).any():
             giver, taker = int(spare.argmax()), int(spare.argmin())
             own = units[owner[units] == giver]
             owner[own[np.argmax(held[taker, own] - held[giver, own])]] = taker
-            spare[[giver, taker]] += -1, 1
-    return owner
-
-
-def improve(
-    owner: Int64, reads: Sequence[Float64], weights: Sequence[float], sizes: Int64, work: Float64, bound: float
-) -> Int64:
-    """Owners ``[n]`` with fewer tokens received, and work within the bound where swaps can reach it.
-
-    Args:
-        owner: the rank of each unit.
-        reads: of each mask, as `unit_reads` makes them.
-        weights: of the masks.
-        sizes: tokens of each unit; only units of equal size change places.
-        work: of each unit.
-        bound: work that a rank may have.
-    """
-    search = _Search(owner.copy(), reads, weights, sizes, work, bound)
-    for number in range(_PASSES):
-        order = np.argsort((np.arange(len(owner)) * _GOLDEN + number * _GOLDEN**2) % 1, kind="stable")
-        price, tolerance = (_SOFT, float(sizes.max())) if number < _FIRST else (_HARD, 0.0)
+    search = _Search(problem, row, edges, owner, bound)
+    for one in range(_PASSES):
+        order = np.argsort((np.arange(number) * _GOLDEN + one * _GOLDEN**2) % 1, kind="stable")
+        price, tolerance = (_SOFT, float(np.diff(edges).max())) if one < _FIRST else (_HARD, 0.0)
         if not sum([search.swap(int(unit), price, tolerance) for unit in order]):
             break
-    return search.owner
+    return [np.column_stack([search.owner, edges[:-1], edges[1:]])]
+
+
+def unit_reads(slots: tuple[even_runs.EvenRuns, ...], edges: Int64) -> Float64:
+    """1 where a unit reads another one, else 0: ``[n, n]``; of a mask's even runs, units between `edges`."""
+    number, stride = len(edges) - 1, int(edges[-1]) + 1
+    line = even_runs.keys_read(slots, np.column_stack([edges[:-1], edges[1:]]), np.arange(number), stride)
+    unit = line[:, 0] // stride
+    start, end = (line - unit[:, None] * stride).T
+    opened = np.zeros((number, number + 1), np.int64)
+    np.add.at(opened, (unit, np.searchsorted(edges, start, side="right") - 1), 1)
+    np.add.at(opened, (unit, np.searchsorted(edges, end, side="left")), -1)
+    return (np.cumsum(opened, axis=1)[:, :-1] > 0).astype(np.float64)
 
 
 class _Search:
     """A layout of units, and how many units of each rank read each unit, by mask: ``counts[mask][rank, unit]``."""
 
-    def __init__(
-        self,
-        owner: Int64,
-        reads: Sequence[Float64],
-        weights: Sequence[float],
-        sizes: Int64,
-        work: Float64,
-        bound: float,
-    ) -> None:
-        self.owner, self._reads, self._weights, self._sizes, self._work = owner, reads, weights, sizes, work
-        self._ranks, self._bound, self._token = np.arange(owner.max() + 1), bound, sizes.sum() / max(work.sum(), 1.0)
-        own = (owner == self._ranks[:, None]).astype(np.float64)
-        self._counts = [own @ each for each in reads]
-        self._total: Float64 = np.bincount(owner, work).astype(np.float64)
-        self._own_reads = [each.diagonal() for each in reads]
-        self._alone = [np.empty_like(each) for each in reads]  # what of its rank only a unit reads, of other ranks
-        self._update(np.arange(len(owner)))
-
-    def _update(self, units: Int64) -> None:
-        rank = self.owner[units]
-        away = rank[:, None] != self.owner
-        for each, counts, alone in zip(self._reads, self._counts, self._alone, strict=True):
-            alone[units] = each[units] * ((counts[rank] == 1) & away)
+    def __init__(self, problem: LayoutProblem, row: int, edges: Int64, owner: Int64, bound: float) -> None:
+        self.owner, self.sizes, self.bound = owner, np.diff(edges).astype(np.float64), bound
+        self.ranks = np.arange(owner.max() + 1)
+        self.work = np.diff(problem.work_before[row][edges])
+        self.total: Float64 = np.bincount(owner, self.work).astype(np.float64)
+        self.token = self.sizes.sum() / max(self.work.sum(), 1.0)
+        own = (owner == self.ranks[:, None]).astype(np.float64)
+        reads = {name: unit_reads(problem.masks[name].even_runs(row), edges) for name in sorted(problem.masks)}
+        self.masks = [(float((problem.weights or {})[name]), each, own @ each) for name, each in reads.items()]
 
     def swap(self, unit: int, price: float, tolerance: float) -> bool:
         """Swap a unit with the best partner if that costs less than `tolerance` tokens."""
-        tables = zip(self._reads, self._counts, self._own_reads, self._alone, strict=True)
-        cost = sum(weight * self._received(unit, *each) for weight, each in zip(self._weights, tables, strict=True))
-        before, after = self._total[self.owner], self._total[self.owner] + self._work[unit] - self._work
-        mine = self._total[self.owner[unit]]
-        excess = self._beyond(after) - self._beyond(before) + self._beyond(mine - self._work[unit] + self._work)
-        cost = cost + price * self._token * (excess - self._beyond(mine))
-        cost[(self.owner == self.owner[unit]) | (self._sizes != self._sizes[unit])] = np.inf
+        owner, mine = self.owner, self.owner[unit]
+        excess = self._beyond(self.total[owner] + self.work[unit] - self.work) - self._beyond(self.total[owner])
+        excess += self._beyond(self.total[mine] - self.work[unit] + self.work) - self._beyond(self.total[mine])
+        cost = price * self.token * excess
+        # Units that are not a rank's own: of all ranks, and for each partner of the unit's rank and of the partner's
+        # rank after the swap.
+        away = owner != self.ranks[:, None]
+        here, there = np.repeat(away[mine : mine + 1], len(owner), axis=0), away[owner]
+        here[:, unit], there[:, unit] = True, False
+        np.fill_diagonal(here, False)
+        np.fill_diagonal(there, True)
+        for weight, reads, counts in self.masks:
+            now = ((counts > 0) & away) @ self.sizes
+            received = ((reads + (counts[mine] - reads[unit]) > 0) & here) @ self.sizes
+            received += ((counts[owner] - reads + reads[unit] > 0) & there) @ self.sizes
+            cost += weight * (received - now[mine] - now[owner])
+        cost[(owner == mine) | (self.sizes != self.sizes[unit])] = np.inf
         partner = int(np.argmin(cost))
         if not cost[partner] < tolerance or cost[partner] == 0:
             return False
-        rank, other = self.owner[[unit, partner]]
-        for each, counts in zip(self._reads, self._counts, strict=True):
-            counts[rank] += each[partner] - each[unit]
-            counts[other] += each[unit] - each[partner]
-        self._total[[rank, other]] += (self._work[partner] - self._work[unit]) * np.array([1, -1])
-        self.owner[[unit, partner]] = other, rank
-        self._update(np.flatnonzero((self.owner == rank) | (self.owner == other)))
+        other = owner[partner]
+        for _, reads, counts in self.masks:
+            counts[mine] += reads[partner] - reads[unit]
+            counts[other] += reads[unit] - reads[partner]
+        self.total[[mine, other]] += (self.work[partner] - self.work[unit]) * np.array([1, -1])
+        owner[[unit, partner]] = other, mine
         return True
 
     def _beyond(self, work: Float64) -> Float64:
-        return np.maximum(work - self._bound, 0.0)
-
-    def _received(self, unit: int, reads: Float64, counts: Float64, own_reads: Float64, alone: Float64) -> Float64:
-        """Tokens that two ranks receive more of one mask after the swap of a unit with each other one, ``[n]``."""
-        owner, sizes, row = self.owner, self._sizes, reads[unit]
-        away = owner != self._ranks[:, None]
-        received = ((counts > 0) & away) @ sizes
-        mine, kept, free = owner[unit], counts[owner[unit]] - row > 0, away[owner[unit]].copy()
-        free[unit] = True
-        # The unit's rank: what its other units read, and what the partner reads; the partner is its own then.
-        here = (sizes * (kept & free)).sum() + reads @ (sizes * (~kept & free)) - sizes * (kept | (own_reads > 0))
-        # The partner's rank: without what only the partner read, with what the unit reads and no other unit.
-        lost, gained = alone @ (sizes * (1 - row)), (((counts == 0) & away) @ (sizes * row))[owner]
-        own_unit = counts[owner, unit] - reads[:, unit] + row[unit] > 0
-        lost_partner = counts[owner, np.arange(len(owner))] - own_reads + row > 0
-        there = received[owner] - lost + gained - sizes[unit] * own_unit + sizes * lost_partner
-        return here + there - received[mine] - received[owner]
+        return np.maximum(work - self.bound, 0.0)

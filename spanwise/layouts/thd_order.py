@@ -38,14 +38,7 @@ def dualchunk_to_contiguous_order_thd(
     >>> dualchunk_to_contiguous_order_thd(torch.tensor([0, 3, 1, 2]), [0, 4], num_ranks=2)
     tensor([0, 1, 2, 3])
     """
-    edges, start, slot = _slots(x, cu_seqlens_padded, num_ranks, dim, 1)
-    within = start - edges[slot]
-    size = ((edges[slot + 1] - edges[slot]) // (2 * num_ranks)).clamp(min=1)
-    chunk = within // size
-    second = chunk >= num_ranks
-    rank = chunk.where(~second, 2 * num_ranks - 1 - chunk)
-    position = rank * (x.shape[dim] // num_ranks) + edges[slot] // num_ranks + within - chunk * size + size * second
-    return x.index_select(dim, position)
+    return x.index_select(dim, _positions(x, cu_seqlens_padded, num_ranks, dim))
 
 
 def contiguous_to_dualchunk_order_thd(
@@ -61,13 +54,10 @@ def contiguous_to_dualchunk_order_thd(
     >>> contiguous_to_dualchunk_order_thd(torch.arange(4), [0, 4], num_ranks=2)
     tensor([0, 3, 1, 2])
     """
-    edges, position, slot = _slots(x, cu_seqlens_padded, num_ranks, dim, num_ranks)
-    rank = position // max(x.shape[dim] // num_ranks, 1)
-    within = position - rank * (x.shape[dim] // num_ranks) - edges[slot] // num_ranks
-    size = (edges[slot + 1] - edges[slot]) // (2 * num_ranks)
-    second = within >= size
-    chunk = rank.where(~second, 2 * num_ranks - 1 - rank)
-    return x.index_select(dim, edges[slot] + chunk * size + within - size * second)
+    position = _positions(x, cu_seqlens_padded, num_ranks, dim)
+    return x.index_select(
+        dim, torch.empty_like(position).scatter_(0, position, torch.arange(len(position)).to(position))
+    )
 
 
 def check_dim(x: torch.Tensor, dim: int) -> int:
@@ -87,13 +77,8 @@ def check_batch_dim(x: torch.Tensor, dim: int, batch_dim: int | None, rows: int,
     return check_dim(x, batch_dim)
 
 
-def _slots(
-    x: torch.Tensor, cu_seqlens_padded: Any, num_ranks: int, dim: int, parts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slot edges (0, the storage offsets, the length of `x`), positions, and the slot of each position.
-
-    Slots of positions are those of a shard, ``1 / parts`` of each slot.
-    """
+def _positions(x: torch.Tensor, cu_seqlens_padded: Any, num_ranks: int, dim: int) -> torch.Tensor:
+    """Where the dual-chunk order has each token of storage, int64 ``[T]``, on the device of `x`."""
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     tokens = x.shape[check_dim(x, dim)]
@@ -107,8 +92,12 @@ def _slots(
     # A copy to an accelerator need not block the host; a copy from one must, because it is read next.
     offsets = cu_seqlens_padded.to(x.device, torch.int64, non_blocking=x.device.type != "cpu")
     first, last = torch.zeros(1, dtype=torch.int64, device=x.device), torch.full_like(offsets[:1], tokens)
-    edges = torch.cat([first, offsets, last])
-    position = torch.arange(tokens, device=x.device)
-    own = position % max(tokens // parts, 1)
-    slot = torch.searchsorted(edges // parts, own, right=True) - 1
-    return edges, position, slot
+    edges = torch.cat([first, offsets, last])  # of slots, and of storage before and after them
+    token = torch.arange(tokens, device=x.device)
+    slot = torch.searchsorted(edges, token, right=True) - 1
+    within = token - edges[slot]
+    size = ((edges[slot + 1] - edges[slot]) // (2 * num_ranks)).clamp(min=1)
+    chunk = within // size
+    second = chunk >= num_ranks
+    rank = chunk.where(~second, 2 * num_ranks - 1 - chunk)
+    return rank * (tokens // num_ranks) + edges[slot] // num_ranks + within - chunk * size + size * second

@@ -35,7 +35,7 @@ def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
     for row, cu in enumerate(plan.cu_seqlens or ()):
         arrays[f"cu_seqlens{row}"] = cu
     if plan.packing is not None:
-        arrays |= {f"packing_{name}": array for name, array in plan.packing.to_arrays().items()}
+        arrays |= {f"packing_{name}": np.asarray(array) for name, array in plan.packing.to_arrays().items()}
     header = plan.header() | {
         "format": FORMAT,
         "masks": list(plan.masks),
@@ -74,7 +74,7 @@ def load(cls: type[PlanT], path: str | os.PathLike[str], exchange: Any = None) -
             of_queries = layout("runs", header["seq_len"])
             kv_layout = layout("kv_runs", header["kv_len"]) if "kv_runs0" in data else of_queries
             packed = {name[8:]: data[name] for name in data if name.startswith("packing_")}
-            packing = Packing.from_arrays(packed) if packed else None
+            packing = Packing(**packed) if packed else None
             cu = tuple(data[f"cu_seqlens{row}"] for row in range(header["cu_rows"])) or None
         fields = {f.name for f in dataclasses.fields(cls)}
         plain = {key: value for key, value in header.items() if key in fields - {"masks"}}

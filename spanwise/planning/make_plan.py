@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from spanwise import hardware as rates
-from spanwise.layouts.assignment import Assigner
+from spanwise.layouts import assignment
 from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
-from spanwise.layouts.problem import LoadBalancer
+from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning import memory, requests, seconds
 from spanwise.planning.plan import Plan
@@ -159,8 +159,8 @@ def make_plan(
         "kv_row_dim": requests.number("kv_row_dim", kv_row_dim), "dtype": name, "itemsize": _ITEMSIZES[name],
         "hardware": hardware, "packing": packing, "recurrences": checked(recurrences),
     }  # fmt: skip
-    assigner = Assigner(masks, weights, requests.required("block_size", block_size), cu_seqlens, packing)
-    plans = _Search(fields, levels, chosen, stages, keep_kv, budget, assigner).plans(balancer)
+    problem = assignment.problem_of(masks, weights, requests.required("block_size", block_size), cu_seqlens, packing)
+    plans = _Search(fields, levels, chosen, stages, keep_kv, budget, problem).plans(balancer)
     if budget is not None:
         plans = _within_budget(plans, budget)
     return plans[0].replace(candidates=()) if len(plans) == 1 else _fastest(plans)
@@ -182,12 +182,12 @@ class _Search:
     stages: int | None
     keep_kv: bool | None
     budget: int | None
-    assigner: Assigner
+    problem: LayoutProblem
 
     def plans(self, balancer: str | LoadBalancer) -> list[Plan]:
         """All that are compared, simplest first."""
         outer = self.levels[0]
-        auto, several = balancer == "auto", self.assigner.square and outer > 1
+        auto, several = balancer == "auto", self.problem.square and outer > 1
         everything = self.exchange is not None and self.exchange.everything
         by_rule: list[str | LoadBalancer] = [balancer]
         if auto and several:  # where everything travels anyway, "lpt" balances best
@@ -196,7 +196,7 @@ class _Search:
             by_rule = ["contiguous"]
         found = [plan for each in by_rule if each != "local" or not several for plan in self.variants(each)]
         # With fewer blocks than ranks there is next to nothing to balance or to move.
-        if several and (balancer == "local" or (auto and not everything and self.assigner.problem.num_blocks >= outer)):
+        if several and (balancer == "local" or (auto and not everything and self.problem.num_blocks >= outer)):
             waits = auto and _waits_for_exchange(found)
             found += self.variants("local")
             if (host_groups := self.fields["hardware"].groups_on_a_host(*self.levels)) is not None:
@@ -245,10 +245,12 @@ class _Search:
         ]
 
     def _assigned(self, balancer: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
-        layout, kv_layout, block_size = self.assigner.layouts(balancer, outer, inner)
+        packing, problem = self.fields["packing"], self.problem
+        layout, kv_layout, block_size = assignment.layouts(problem, packing, balancer, outer, inner)
         return Plan(
-            **self.fields, weights=self.assigner.weights, cu_seqlens=self.assigner.cu_seqlens, layout=layout,
-            kv_layout=kv_layout, num_ranks=outer * inner, inner=inner, block_size=block_size,
+            **self.fields, weights={name: float(weight) for name, weight in (problem.weights or {}).items()},
+            cu_seqlens=problem.cu_seqlens_rows if packing is None else None, layout=layout, kv_layout=kv_layout,
+            num_ranks=outer * inner, inner=inner, block_size=block_size,
             balancer=label or (balancer if isinstance(balancer, str) else type(balancer).__name__),
             kv_exchange=EXCHANGES["all_gather"], stages=1, keep_kv=self.keep_kv is not False,
             reason="chosen by the caller" if outer * inner > 1 else "one rank computes everything",

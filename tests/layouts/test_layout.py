@@ -116,8 +116,8 @@ def test_is_immutable():
         ([[[0, 0, 9]]], r"runs must lie in \[0, 8\)"),
         ([[[2, 0, 8]]], r"owners must be ranks in \[0, 2\), got 2"),
         ([[[0, 5, 4], [0, 0, 8]]], r"rank 0 has the run \[5, 4\), which ends before it starts"),
-        ([[[0.0, 0.0, 8.0]]], "integers, got dtype float64"),
-        ([[[0, 8]]], r"shape \[n, 3\], got \[1, 2\]"),
+        ([[[0.0, 0.0, 8.0]]], "integers, got float64"),
+        ([[[0, 8]]], r"\[n, 3\], got \(1, 2\)"),
         ([], "at least one batch row"),
         (
             [[[0, 0, 4], [1, 4, 8]], [[0, 0, 3], [1, 3, 8]]],
@@ -137,7 +137,7 @@ def test_refuses_what_does_not_tile(pieces, message):
         (lambda: Layout.from_owners([], 1, 0, 4), "seq_len must be at least 1, got 0"),
         (lambda: Layout.from_owners([0], 1, 4, 0), "block_size must be at least 1, got 0"),
         (lambda: Layout.from_owners([0, 1, 0], 2, 8, 4), r"\[2\] or \[batch, 2\] .* got \[3\]"),
-        (lambda: Layout.from_owners([0.0, 1.0], 2, 8, 4), "integers, got dtype float64"),
+        (lambda: Layout.from_owners([0.0, 1.0], 2, 8, 4), "integers, got float64"),
         (lambda: Layout.from_owners([0, 1], 2, 8, 4).num_tokens(2), r"rank must be in \[0, 2\), got 2"),
     ],
 )

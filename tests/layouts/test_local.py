@@ -14,7 +14,6 @@ from spanwise.layouts.assignment import assign_layout
 from spanwise.layouts.filling import inside_hosts, tries
 from spanwise.layouts.local import Local
 from spanwise.layouts.problem import offsets_of_documents
-from tests.planning import host_bounds
 from tests.planning.test_scale import lognormal as scaled
 
 
@@ -147,16 +146,16 @@ def test_the_ranks_of_a_host_share_what_a_document_over_several_hosts_has_there(
 
 
 @pytest.mark.parametrize(
-    "ranks, tokens, count, median, sigma, most",
-    [(128, 2**21, 1250, 2_000, 1.6, 1.7), pytest.param(1024, 2**24, 10_000, 16_000, 1.2, 1.85, marks=pytest.mark.slow)],
+    "ranks, tokens, count, median, sigma",
+    [(128, 2**21, 1250, 2_000, 1.6), pytest.param(1024, 2**24, 10_000, 16_000, 1.2, marks=pytest.mark.slow)],
 )
-def test_few_rows_enter_a_host(ranks, tokens, count, median, sigma, most):
+def test_few_rows_enter_a_host(ranks, tokens, count, median, sigma):
     mask, shape = SpanMask.documents(scaled(tokens, count, median, sigma)), dict(num_q_heads=32, num_kv_heads=8)
     options = dict(exchange="hierarchical", hardware=H100, head_dim=128) | shape
     plan, usual = (make_plan(mask, ranks, balancer=Local(host_size=size), **options) for size in (8, None))
     assert np.ptp(plan.layout.tokens_per_rank) == 0 and plan.imbalance() <= 1.05
-    moved, bound = plan.host_traffic(), host_bounds.bound(plan, 8)
-    assert 0 < bound <= moved.once <= most * bound and moved.once < 0.9 * usual.host_traffic().once
+    moved = plan.host_traffic()
+    assert 0 < moved.once == moved.between < 0.9 * usual.host_traffic().once
     assert moved.inside >= 0.9 * (moved.inside + moved.between)
     # The ranks of a host share what enters it and what leaves it: the busiest do not wait for one another.
     host, tokens = np.arange(ranks) // 8, plan.traffic()
