@@ -7,7 +7,7 @@ by their number of valid tokens.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,14 +74,13 @@ def linear_cross_entropy(
     *,
     loss_mesh: DeviceMesh | None,
     vocab_mesh: DeviceMesh | None = None,
-    reduction: Literal["mean", "sum", "none"] = "mean",
     num_valid: float | torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
     softcap: float | None = None,
     bias: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of ``hidden @ vocab_weight.T + bias``, without the logits of all tokens.
+    """`cross_entropy` of ``hidden @ vocab_weight.T + bias``, without the logits of all tokens.
 
     The logits of one chunk of tokens exist at a time; the backward computes them again. All sums are in float32 at
     least, also under autocast and for bfloat16 inputs.
@@ -93,18 +92,13 @@ def linear_cross_entropy(
         loss_mesh: all axes over which parameter gradients are averaged, as in `cross_entropy`: dp × cp, or cp alone;
             None on one device. Leave the axis of tensor parallelism out.
         vocab_mesh, softcap, bias, chunk: as in `token_logprobs`.
-        reduction: ``"mean"`` or ``"sum"`` over the valid tokens of all ranks of `loss_mesh`, its gradient scaled as in
-            `cross_entropy`. ``"none"``: each token's loss ``[…]``, 0 where ignored, with its own gradient.
-        num_valid: for "mean", as in `cross_entropy`.
-        weights: ``[…]``, of each label, as in `cross_entropy`; "sum" and "none" multiply by them too.
+        num_valid, weights: as in `cross_entropy`.
 
     Returns:
-        A scalar, the same on every rank, or ``[…]`` for "none"; float32 at least. Without any valid token 0, with
-        gradient 0.
+        A scalar, the same on every rank, float32 at least; 0 with gradient 0 if no rank has a valid token.
 
     Raises:
-        ValueError: as `token_logprobs`; a `num_valid` that is not a number of tokens, is 0 with valid labels, or has no
-            use.
+        ValueError: as `token_logprobs` and `cross_entropy`.
         NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
         spanwise.MismatchError: ranks of `vocab_mesh`, or of `loss_mesh` as in `cross_entropy`, make different calls.
         spanwise.ExchangeError: a rank is gone or too late.
@@ -114,17 +108,12 @@ def linear_cross_entropy(
     >>> spanwise.linear_cross_entropy(hidden, weight, torch.tensor([[2, -100, 5]]), loss_mesh=None)
     tensor(2.0794)
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    if num_valid is not None and reduction != "mean":
-        raise ValueError(f'num_valid divides the sum for reduction="mean"; got {num_valid} for {reduction!r}')
     _check(labels, num_valid, weights)
-    name = f'linear_cross_entropy(reduction="{reduction}")'
+    name = "linear_cross_entropy"
     caller, amount = name if weights is None else f"{name}, weighted", None if vocab_mesh is None else num_valid
     scoring = Scoring(softcap=softcap, chunk=chunk, mesh=vocab_mesh)
-    losses = -score(hidden, labels, vocab_weight, bias, scoring, caller, amount)[0]
-    facts = {"softcap": plain(softcap)}
-    return _over_ranks(name, losses, hidden, labels, loss_mesh, num_valid, weights, reduction, facts)
+    losses = -score(hidden, labels, vocab_weight, bias, scoring, caller, amount)
+    return _over_ranks(name, losses, hidden, labels, loss_mesh, num_valid, weights, {"softcap": plain(softcap)})
 
 
 def _check(labels: torch.Tensor, num_valid: Any, weights: torch.Tensor | None) -> None:
@@ -146,10 +135,10 @@ def _check(labels: torch.Tensor, num_valid: Any, weights: torch.Tensor | None) -
 
 def _over_ranks(
     name: str, losses: torch.Tensor, x: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh | None,
-    num_valid: float | torch.Tensor | None, weights: torch.Tensor | None, reduction: str = "mean",
+    num_valid: float | torch.Tensor | None, weights: torch.Tensor | None,
     facts: dict[str, Any] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The losses of tokens, or their sum, reduced over the ranks of `mesh`; compares the call `name` first.
+    """The mean of losses over the ranks of `mesh`; compares the call `name` first.
 
     Args:
         x: logits or hidden states, of which ranks may have different numbers.
@@ -165,17 +154,13 @@ def _over_ranks(
         compare = compare_call(name, own | (facts or {}), mesh, [x], sizes=sizes, amount=num_valid)
     if weights is not None:
         losses = losses * weights.to(losses.dtype)
-    if reduction == "none":
-        return losses
     total, count = losses.sum(), None
-    if reduction == "mean" and num_valid is None:
+    if num_valid is None:
         valid = labels != IGNORE_INDEX
         count = valid.sum() if weights is None else weights.masked_fill(~valid, 0).sum()
     sums = torch.stack([x.to(torch.float64) for x in (total, count) if x is not None])
     if mesh is not None:
         sums = _SumOverRanks.apply(sums, mesh, compare)
-    if reduction == "sum":
-        return sums[0].to(total.dtype)
     if isinstance(num_valid, torch.Tensor):
         count = num_valid.to(labels.device, non_blocking=labels.device.type != "cpu")
     else:

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of each token, from logits or from hidden states, one chunk of tokens after the other.
+"""Log-probability of each token, from logits or from hidden states, one chunk of tokens after the other.
 
 `loss` builds on `score`. Nothing here is larger than a chunk of tokens × the vocabulary, except what the caller gave
 and gradients of that. The backward computes a chunk's logits again: docs/decisions compares.
@@ -32,16 +32,12 @@ IGNORE_INDEX = -100
 # logits take 1,546: benchmarks/results/linear-loss-cpu.json. Not measured on a GPU.
 CHUNK_LOGITS = 1 << 24
 
-# exp(-1000) is 0 in every dtype, and 0 * -1000 is 0, which 0 * -inf is not.
-_LOWEST = -1000.0
-
 
 class Scoring(NamedTuple):
     """How tokens are scored; `token_logprobs` describes the options. `mesh` is its `vocab_mesh`."""
 
     temperature: float = 1.0
     softcap: float | None = None
-    entropy: bool = False
     chunk: int | None = None
     mesh: DeviceMesh | None = None
 
@@ -52,13 +48,12 @@ def token_logprobs(
     labels: Tensor,
     *,
     temperature: float = 1.0,
-    entropy: bool = False,
     vocab_weight: Tensor | None = None,
     bias: Tensor | None = None,
     vocab_mesh: DeviceMesh | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Log-probability of each label, on this rank's tokens; differentiable.
 
     A token's result depends on that token alone, so `unshard` puts the shards of all ranks into the global order.
@@ -71,7 +66,6 @@ def token_logprobs(
         labels: int64 ``[…]``, shifted as `shard_batch` does. −100 is ignored: result 0 and gradient 0, whatever the
             logits hold.
         temperature: logits are divided by it, after the `softcap`.
-        entropy: also return the entropy of each token's distribution, in nats.
         vocab_weight: ``[V, D]``, the weight of the last linear layer. The logits of one chunk of tokens exist at a
             time, in the forward and in the backward, which computes them again.
         bias: ``[V]``, of that layer.
@@ -83,7 +77,7 @@ def token_logprobs(
         chunk: tokens of a chunk; default: about 2^24 logits, 64 MiB.
 
     Returns:
-        Log-probabilities ``[…]``, float32 at least; with `entropy` a pair, log-probabilities and entropies.
+        Log-probabilities ``[…]``, float32 at least.
 
     Raises:
         ValueError: shapes, dtypes or numbers that do not fit; labels outside the vocabulary, on the CPU (elsewhere
@@ -99,9 +93,8 @@ def token_logprobs(
     for name, given in (("softcap", softcap), ("bias", bias)):
         if given is not None and vocab_weight is None:
             raise ValueError(f"{name} needs vocab_weight: a model's logits contain it already")
-    scoring = Scoring(temperature, softcap, entropy, chunk, vocab_mesh)
-    logprobs, entropies = score(logits, labels, vocab_weight, bias, scoring, "token_logprobs")
-    return (logprobs, entropies) if entropy else logprobs
+    scoring = Scoring(temperature, softcap, chunk, vocab_mesh)
+    return score(logits, labels, vocab_weight, bias, scoring, "token_logprobs")
 
 
 def check_labels(x: Tensor, labels: Tensor, name: str) -> None:
@@ -159,8 +152,8 @@ def _own_rows(
 def score(
     x: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None, scoring: Scoring, caller: str,
     amount: float | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probabilities and entropies (zeros unless asked for) in the shape of the labels.
+) -> Tensor:  # fmt: skip
+    """Log-probabilities in the shape of the labels.
 
     Args:
         x: hidden states ``[…, D]``, or logits ``[…, V]`` without a weight.
@@ -179,7 +172,7 @@ def score(
         facts = {
             "for": caller, "given": "logits" if weight is None else "hidden states", "dtype": x.dtype,
             "requires grad": grads, "temperature": plain(scoring.temperature), "softcap": plain(scoring.softcap),
-            "entropy": scoring.entropy, "bias": bias is not None,
+            "bias": bias is not None,
         }  # fmt: skip
         sizes = ("[tokens, hidden size]", (labels.numel(), *([] if weight is None else x.shape[-1:])))
         name = "token scores of a sharded vocabulary"
@@ -197,10 +190,9 @@ def score(
     if weight is not None and bias is not None:  # one more column of the weight
         x, weight = F.pad(x, (0, 1), value=1.0), torch.cat([weight, bias.unsqueeze(1)], dim=1)
     x_ND = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    logprobs, entropies = _TokenScores.apply(x_ND, weight, labels.flatten(), first, *scoring._replace(mesh=mesh))
-    # Entropies that nobody asked for get no gradient.
-    logprobs, *rest = compare_backward((logprobs, entropies) if scoring.entropy else (logprobs,), compare)
-    return logprobs.view(labels.shape), (rest[0] if rest else entropies).view(labels.shape)
+    logprobs = _TokenScores.apply(x_ND, weight, labels.flatten(), first, *scoring._replace(mesh=mesh))
+    (logprobs,) = compare_backward((logprobs,), compare)
+    return logprobs.view(labels.shape)
 
 
 def check_vocabulary(labels: Tensor, vocab: Tensor | int) -> None:
@@ -216,52 +208,41 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor | None, labels_N: Tensor, first: Tensor, *given: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         scoring = ctx.scoring = Scoring(*given)
-        entropy, mesh = scoring.entropy, scoring.mesh
+        mesh = scoring.mesh
         ctx.dtypes = _dtypes(x_ND, weight_VD)
-        # Largest logit, finite for differences that are not NaN; with z = logit - largest: sum of exp(z); the label's
-        # logit; minus the sum of exp(z) z. A rank without a row of the vocabulary keeps these.
+        # Largest logit, finite for differences that are not NaN; sum of exp(logit - largest); the label's logit. A rank
+        # without a row of the vocabulary keeps these.
         lowest = torch.finfo(ctx.dtypes[1]).min
-        start = (lowest, 0, -math.inf, 0)
-        top_N, sum_N, picked_N, spread_N = (x_ND.new_full((len(x_ND),), x, dtype=ctx.dtypes[1]) for x in start)
+        start = (lowest, 0, -math.inf)
+        top_N, sum_N, picked_N = (x_ND.new_full((len(x_ND),), x, dtype=ctx.dtypes[1]) for x in start)
         with torch.autocast(x_ND.device.type, enabled=False):
             for part, h, z_CV, index, own in _chunks(x_ND, weight_VD, labels_N, first, ctx.dtypes, scoring):
                 if z_CV.shape[1]:
                     picked_N[part] = z_CV.gather(1, index).masked_fill_(~own, -math.inf).squeeze(1)
                     top_N[part] = z_CV.amax(-1).clamp_(min=lowest)
-                z_CV.sub_(top_N[part].unsqueeze(-1))
-                e_CV = z_CV.exp() if entropy else z_CV.exp_()
-                sum_N[part] = e_CV.sum(-1)
-                if entropy:
-                    spread_N[part] = e_CV.mul_(z_CV.clamp_(min=_LOWEST)).sum(-1).neg_()
-                del h, z_CV, e_CV
+                sum_N[part] = z_CV.sub_(top_N[part].unsqueeze(-1)).exp_().sum(-1)
+                del h, z_CV
             if mesh is not None:
                 # Not `stack`: of torch 2.13's Inductor `top_N` would be a view of what the all-reduce overwrites.
                 both = torch.where(torch.arange(2, device=top_N.device).unsqueeze(1) == 0, top_N, picked_N)
                 tops = failure.all_reduce(both, "max", mesh, "the largest logits")
-                shift_N = (top_N - tops[0]).clamp(min=_LOWEST)
-                sums = torch.stack([sum_N, spread_N - sum_N * shift_N]) * shift_N.exp()
-                sum_N, spread_N = failure.all_reduce(sums, "sum", mesh, "sums of exponentials").unbind()
+                sum_N = failure.all_reduce(sum_N * (top_N - tops[0]).exp(), "sum", mesh, "sums of exponentials")
                 top_N, picked_N = tops.unbind()
-            ignored_N, log_sum_N = labels_N == IGNORE_INDEX, sum_N.log()
-            logprobs = (picked_N - top_N - log_sum_N).masked_fill_(ignored_N, 0)
-            entropies = (
-                (spread_N / sum_N + log_sum_N).masked_fill_(ignored_N, 0) if entropy else torch.zeros_like(top_N)
-            )
-        ctx.save_for_backward(x_ND, weight_VD, labels_N, first, top_N, log_sum_N, entropies)
-        if not entropy:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            log_sum_N = sum_N.log()
+            logprobs = (picked_N - top_N - log_sum_N).masked_fill_(labels_N == IGNORE_INDEX, 0)
+        ctx.save_for_backward(x_ND, weight_VD, labels_N, first, top_N, log_sum_N)
+        return logprobs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError("token scores have no second derivatives; leave create_graph=True out")
         scoring, (operand_dtype, dtype) = ctx.scoring, ctx.dtypes
-        temperature, softcap, entropy, _, mesh = scoring
-        x_ND, weight_VD, labels_N, first, top_N, log_sum_N, entropies = ctx.saved_tensors
-        g_N1, ge_N1 = (g.to(dtype).masked_fill(labels_N == IGNORE_INDEX, 0).unsqueeze(-1) for g in grads)
+        temperature, softcap, _, mesh = scoring
+        x_ND, weight_VD, labels_N, first, top_N, log_sum_N = ctx.saved_tensors
+        g_N1 = grad.to(dtype).masked_fill(labels_N == IGNORE_INDEX, 0).unsqueeze(-1)
         need_x, need_weight = ctx.needs_input_grad[:2]
         # Hidden states are the same on all ranks of the mesh; their gradient is a sum over these, in float32.
         summed = mesh is not None and weight_VD is not None
@@ -271,13 +252,8 @@ class _TokenScores(torch.autograd.Function):
             weight = None if weight_VD is None else weight_VD.to(operand_dtype)
             for part, h, z_CV, index, own in _chunks(x_ND, weight, labels_N, first, ctx.dtypes, scoring):
                 slope = None if softcap is None else (z_CV * (temperature / softcap)).square_().neg_().add_(1)
-                z_CV.sub_(top_N[part].unsqueeze(-1)).sub_(log_sum_N[part].unsqueeze(-1))  # log-probabilities
-                g, ge = g_N1[part], ge_N1[part]
-                d_CV = z_CV.exp() if entropy else z_CV.exp_()
-                if entropy:
-                    d_CV.mul_(z_CV.clamp_(min=_LOWEST).add_(entropies[part].unsqueeze(-1)).mul_(-ge).sub_(g))
-                else:
-                    d_CV.mul_(-g)
+                g = g_N1[part]
+                d_CV = z_CV.sub_(top_N[part].unsqueeze(-1)).sub_(log_sum_N[part].unsqueeze(-1)).exp_().mul_(-g)
                 if d_CV.shape[1]:
                     d_CV.scatter_add_(1, index, g * own)
                 if slope is not None:
@@ -295,7 +271,7 @@ class _TokenScores(torch.autograd.Function):
             if grad_x is not None and summed:
                 grad_x = failure.all_reduce(grad_x, "sum", mesh, "the gradient of hidden states")
         found = zip((grad_x, grad_weight), (x_ND, weight_VD), strict=True)
-        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 7
+        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 6
 
 
 def _dtypes(x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, torch.dtype]:

@@ -45,14 +45,13 @@ def problem(
 def reference(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
     temperature: float = 1.0, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Log-probabilities and entropies of all logits."""
+) -> torch.Tensor:  # fmt: skip
+    """Log-probabilities of all logits."""
     logits = F.linear(hidden, weight, bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_p = (logits / temperature).log_softmax(-1)
-    entropies = torch.special.entr(log_p.exp()).sum(-1)
     picked = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return picked * (labels != -100), entropies * (labels != -100)
+    return picked * (labels != -100)
 
 
 # ---------------------------------------------------------------- any two settings together
@@ -74,7 +73,7 @@ def possible(
 @pytest.mark.parametrize(
     ("cp", "rows", "what", "softcap", "weighted", "chunk", "dtensor"),
     covering(
-        [1, 2, 3, 4], ROWS, ["mean", "sum", "none", "scores", *OF_LOGITS], [None, 2.0], [False, True], [1, 7, None],
+        [1, 2, 3, 4], ROWS, ["mean", "scores", *OF_LOGITS], [None, 2.0], [False, True], [1, 7, None],
         [False, True], possible=possible,
     ),
     ids=str,
@@ -92,14 +91,12 @@ def test_numbers_and_all_gradients_are_those_of_one_device(
     scores = "scores" in what
     found = reference(*leaves, labels, 1.3 if scores else 1.0, softcap)
     weights = torch.rand(2, LENGTH, dtype=torch.float64) * 1e-3 if weighted else None
-    losses = -found[0] * (1 if weights is None else weights)
+    losses = -found * (1 if weights is None else weights)
     valid = labels != -100
     count = valid.sum() if weights is None else weights[valid].sum()
-    whole = {"sum": (losses.sum(),), "none": (losses,)}.get(what, (losses.sum() / count,))
-    whole = found if scores else whole
+    whole = (found,) if scores else (losses.sum() / count,)
     cotangents = [torch.randn_like(x) for x in whole]
     exact = torch.autograd.grad(whole, leaves, cotangents)
-    by_token = scores or what == "none"
 
     def on_rank(rank: int, mesh: DeviceMesh) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         tp = mesh["tp"] if len(rows) > 1 else None
@@ -114,10 +111,8 @@ def test_numbers_and_all_gradients_are_those_of_one_device(
         own_weights = None if weights is None else spanwise.shard(plan, cp_mesh, weights)
         if scores:
             of_hidden = {} if what in OF_LOGITS else {"vocab_weight": w, "bias": b, "softcap": softcap}
-            outs = spanwise.token_logprobs(
-                states if of_hidden else F.linear(states, w, b), targets, temperature=1.3, entropy=True, vocab_mesh=tp,
-                chunk=chunk, **of_hidden,
-            )  # fmt: skip
+            states = states if of_hidden else F.linear(states, w, b)
+            outs = (spanwise.token_logprobs(states, targets, temperature=1.3, vocab_mesh=tp, chunk=chunk, **of_hidden),)
         elif what in OF_LOGITS:
             logits = F.linear(states, w, b)
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -133,11 +128,11 @@ def test_numbers_and_all_gradients_are_those_of_one_device(
         else:
             outs = (
                 spanwise.linear_cross_entropy(
-                    states, w, targets, bias=b, loss_mesh=cp_mesh, vocab_mesh=tp, reduction=what, softcap=softcap,
+                    states, w, targets, bias=b, loss_mesh=cp_mesh, vocab_mesh=tp, softcap=softcap,
                     weights=own_weights, chunk=chunk,
                 ),
             )  # fmt: skip
-        given = [spanwise.shard(plan, cp_mesh, x) * cp for x in cotangents] if by_token else cotangents
+        given = [spanwise.shard(plan, cp_mesh, x) * cp for x in cotangents] if scores else cotangents
         grads = torch.autograd.grad(outs, (h, w, b), given)
         assert not dtensor or isinstance(grads[1], DTensor)
         return [x.detach() for x in outs], [x.to_local() if isinstance(x, DTensor) else x for x in grads]
@@ -146,7 +141,7 @@ def test_numbers_and_all_gradients_are_those_of_one_device(
     results = run_ranks(cp * tp, on_rank, mesh_shape=(cp, tp), mesh_dim_names=("cp", "tp"))
     for rank, (outs, _) in enumerate(results):
         for got, want in zip(outs, whole, strict=True):
-            torch.testing.assert_close(got, plan.shard(want.detach(), rank // tp) if by_token else want.detach())
+            torch.testing.assert_close(got, plan.shard(want.detach(), rank // tp) if scores else want.detach())
     # Averaged over "cp", as FSDP2 and DDP do.
     means = [[sum(results[i * tp + j][1][n] for i in range(cp)) / cp for j in range(tp)] for n in range(3)]
     for n in (1, 2):
@@ -158,12 +153,12 @@ def test_numbers_and_all_gradients_are_those_of_one_device(
 
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3), dim=st.integers(1, 4), vocab=st.integers(1, 7),
-    chunk=st.integers(1, 9), reduction=st.sampled_from(["mean", "sum", "none"]), seed=st.integers(0, 99),
+    chunk=st.integers(1, 9), seed=st.integers(0, 99),
     needs=st.tuples(st.booleans(), st.booleans(), st.booleans()), ignored=st.floats(0, 1),
     scale=st.sampled_from([0.01, 1.0, 300.0]),
 )  # fmt: skip
 def test_any_loss_is_that_of_all_logits(
-    shape: list[int], dim: int, vocab: int, chunk: int, reduction: Any, seed: int, needs: tuple[bool, ...],
+    shape: list[int], dim: int, vocab: int, chunk: int, seed: int, needs: tuple[bool, ...],
     ignored: float, scale: float,
 ) -> None:  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
@@ -172,13 +167,9 @@ def test_any_loss_is_that_of_all_logits(
     labels = torch.randint(0, vocab, shape, generator=rng)
     labels = labels.masked_fill(torch.rand(shape, generator=rng) < ignored, -100)
     inputs = [x.requires_grad_(need) for x, need in zip((hidden, weight, bias), needs, strict=True)]
-    found = spanwise.linear_cross_entropy(
-        hidden, weight, labels, bias=bias, loss_mesh=None, reduction=reduction, chunk=chunk
-    )
+    found = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=chunk)
     flat = F.linear(hidden, weight, bias).reshape(-1, vocab)
-    expected = F.cross_entropy(flat, labels.reshape(-1), reduction="none").reshape(shape)
-    if reduction != "none":
-        expected = expected.sum() / (max(1, int((labels != -100).sum())) if reduction == "mean" else 1)
+    expected = F.cross_entropy(flat, labels.reshape(-1), reduction="sum") / max(1, int((labels != -100).sum()))
     torch.testing.assert_close(found, expected)
     if wanted := [x for x in inputs if x.requires_grad]:
         cotangent = torch.randn(found.shape, generator=rng, dtype=torch.float64)
@@ -248,10 +239,9 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(what: str) -> None:
             loss = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=chunk)
         else:
             softcap = 5.0 if what == "softcap" else None
-            pair = spanwise.token_logprobs(
-                hidden, labels, vocab_weight=weight, bias=bias, entropy=True, softcap=softcap, chunk=chunk
-            )
-            loss = pair[0].sum() + pair[1].sum()
+            loss = spanwise.token_logprobs(
+                hidden, labels, vocab_weight=weight, bias=bias, softcap=softcap, chunk=chunk
+            ).sum()
         forward, seen.elements = seen.elements, 0
         loss.backward()
     assert forward == seen.elements == chunk * vocab > max(hidden.numel(), weight.numel())
@@ -291,26 +281,24 @@ def test_large_logits_lose_no_digits() -> None:
     """A logsumexp of logits near 5,000 is rounded to 5e-4 in float32; the difference to the largest logit is not."""
     logits = torch.tensor([[5000.0, 4999.5, 4990.0], [-5000.0, -5000.25, -5003.0]])
     labels = torch.tensor([1, 0])
-    found, entropies = spanwise.token_logprobs(logits, labels, entropy=True)
+    found = spanwise.token_logprobs(logits, labels)
     exact = reference(logits.double(), torch.eye(3).double(), None, labels)
-    torch.testing.assert_close(found.double(), exact[0], rtol=1e-6, atol=0)
-    torch.testing.assert_close(entropies.double(), exact[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_ignored_tokens_may_hold_nan_and_minus_infinity_is_a_logit() -> None:
     hidden, weight, bias, labels = problem()
-    expected = torch.autograd.grad(reference(hidden, weight, bias, labels)[0].sum(), (hidden, weight, bias))
+    expected = torch.autograd.grad(reference(hidden, weight, bias, labels).sum(), (hidden, weight, bias))
     dirty = hidden.detach().masked_fill((labels == -100)[:, None], math.nan).requires_grad_()
     found = spanwise.token_logprobs(dirty, labels, vocab_weight=weight, bias=bias, chunk=4)
     assert (found[labels == -100] == 0).all()
     torch.testing.assert_close(torch.autograd.grad(found.sum(), (dirty, weight, bias)), expected)
     logits = torch.tensor([[0.5, -math.inf, 1.0]] * 2, requires_grad=True)
-    found, entropies = spanwise.token_logprobs(logits, torch.tensor([0, 1]), entropy=True)
+    found = spanwise.token_logprobs(logits, torch.tensor([0, 1]))
     kept = torch.tensor([0.5, 1.0]).log_softmax(-1)
     torch.testing.assert_close(found[0], kept[0])
     assert found[1] == -math.inf
-    torch.testing.assert_close(entropies, -(kept.exp() * kept).sum().expand(2))
-    (grad,) = torch.autograd.grad(found[0] + entropies[0], logits)
+    (grad,) = torch.autograd.grad(found[0], logits)
     assert grad.isfinite().all() and grad[0, 1] == 0
 
 
@@ -347,11 +335,11 @@ def test_compiled_in_one_graph_or_under_a_checkpoint(way: str) -> None:
     *inputs, labels = problem()
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        logprobs, entropies = spanwise.token_logprobs(
-            hidden, labels, vocab_weight=weight, bias=bias, entropy=True, temperature=0.7, softcap=4.0, chunk=7
+        logprobs = spanwise.token_logprobs(
+            hidden, labels, vocab_weight=weight, bias=bias, temperature=0.7, softcap=4.0, chunk=7
         )
         mean = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=7)
-        return mean + logprobs.square().sum() + entropies.sum()
+        return mean + logprobs.square().sum()
 
     expected = loss(*inputs)
     if way == "checkpoint":
@@ -436,10 +424,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"labels": torch.full((13,), -1)}, r"labels\[0\] is -1"),
     ({"labels": torch.zeros(13)}, "int64, got torch.float32"),
     ({"labels": torch.zeros(13).int()}, "int64, got torch.int32"),
-    ({"reduction": "max"}, "'max'"),
     *(({"num_valid": n}, f"num_valid .*{n!r}") for n in (-1, "3", math.nan)),
     ({"num_valid": 0}, "num_valid is 0, .*[0-9]+ valid labels"),
-    ({"num_valid": 3, "reduction": "sum"}, "num_valid .*'sum'"),
     ({"softcap": 0.0}, "softcap .*0.0"),
     ({"chunk": 0}, "chunk .*0"),
 ]
@@ -452,7 +438,7 @@ def test_wrong_calls(wrong: dict[str, Any], names: str) -> None:
         spanwise.linear_cross_entropy(
             **{"hidden": hidden, "vocab_weight": weight, "labels": labels, "loss_mesh": None} | wrong
         )
-    if wrong.keys() <= {"labels", "num_valid"} and "reduction" not in wrong and wrong != {"num_valid": 0}:
+    if wrong.keys() <= {"labels", "num_valid"} and wrong != {"num_valid": 0}:
         with pytest.raises(ValueError, match=names):
             spanwise.cross_entropy(torch.zeros(13, VOCAB), wrong.get("labels", labels), None,
                                    num_valid=wrong.get("num_valid"))  # fmt: skip
