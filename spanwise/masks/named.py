@@ -272,14 +272,10 @@ class NamedMasks(SpanArrays):
         start, end = np.zeros(length, np.int32), np.minimum((block + np.int32(1)) * width, np.int32(length))
         if previous is not None:
             start = np.maximum(block - np.int32(min(previous, length)), np.int32(0)) * width
-        end = np.maximum(end, np.int32(shared))
-        apart = start > shared  # in other rows the global tokens and the row's own keys are one span
-        if shared and not apart.any():
-            start = np.zeros_like(start)
-        if not shared or not apart.any():
-            return cls._trusted(start[None, None], end[None, None])
-        starts = np.stack([np.zeros_like(start), start * apart])
-        return cls._trusted(starts[None], np.stack([np.where(apart, np.int32(shared), end), end * apart])[None])
+        own = start[None, None], end[None, None]
+        if not shared:
+            return cls._trusted(*own)
+        return cls._trusted(*spans.unite(own, (np.zeros_like(own[0]), np.full_like(own[1], shared))))
 
     @classmethod
     def block_diffusion(cls, cu_seqlens: Any, block_len: SupportsIndex) -> Self:

@@ -1,12 +1,10 @@
 """Masks as slices: rectangles of queries and keys, each full or cut along one or both diagonals.
 
-MagiAttention and its flexible flash attention describe masks in this language. Each row of a slice is a span, whose
-ends move by 0 or 1 key a row; so an even run of spans is a slice.
+MagiAttention and its flexible flash attention describe masks in this language. Each row of a slice is a span.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -14,7 +12,6 @@ import numpy as np
 from spanwise.masks import spans
 from spanwise.masks.arrays import Int32, Int64
 from spanwise.masks.checks import check_length, check_positive, int_array
-from spanwise.masks.even_runs import EvenRuns
 
 
 def from_slices(
@@ -81,10 +78,3 @@ def _ranges(ranges: Any, side: str, given: SupportsIndex | None, default: int | 
             f"{length_name}"
         )
     return array, length
-
-
-def to_slices(slots: Sequence[EvenRuns]) -> tuple[Int32, Int32, Int32]:
-    """The even runs of a mask as slices; see `SpanMask.to_slices`."""
-    every = np.concatenate([np.column_stack([*of, of.last_end]) for of in slots])
-    first, stop, low, _, low_step, high_step, high = every[np.lexsort((every[:, 2], every[:, 0]))].astype(np.int32).T
-    return np.column_stack([first, stop]), np.column_stack([low, high]), 2 * low_step + high_step

@@ -8,7 +8,6 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from spanwise.masks import slices
 from spanwise.masks.arrays import Bool, Int32, Int64, IntArray
 from spanwise.masks.even_runs import EvenRuns, even_runs_of, span_arrays
 
@@ -114,25 +113,6 @@ class SpanArrays:
         for j in range(self.num_spans):
             dense |= (self.start[:, j, :, None] <= key) & (key < self.end[:, j, :, None])
         return dense
-
-    def to_slices(self) -> tuple[Int32, Int32, Int32]:
-        """``q_ranges, k_ranges, types``: few disjoint slices that hold exactly this mask; see `SpanMask.from_slices`.
-
-        Returns:
-            int32 ``[num_slices, 2]``, ``[num_slices, 2]`` and ``[num_slices]``, by first query, then by first key. A
-            sliding window of a million tokens is two slices; a mask without structure has one for each span.
-
-        Raises:
-            ValueError: the mask is batched (take ``mask.row(b)``).
-
-        >>> from spanwise import SpanMask
-        >>> q_ranges, k_ranges, types = SpanMask.sliding_window(8, left=2).to_slices()
-        >>> q_ranges.tolist(), k_ranges.tolist(), types.tolist()
-        ([[0, 3], [3, 8]], [[0, 3], [1, 8]], [1, 3])
-        """
-        if self.batch_size > 1:
-            raise ValueError(f"to_slices needs an unbatched mask, got batch_size {self.batch_size}; take mask.row(b)")
-        return slices.to_slices(self.even_runs())
 
     def digest(self) -> bytes:
         """16 bytes that are equal exactly for equal masks (up to hash collisions), on any machine.

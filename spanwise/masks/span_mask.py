@@ -209,7 +209,7 @@ class SpanMask(NamedMasks):
             return self
         row = slice(index, index + 1)
         offsets = self.cu_seqlens if self.cu_seqlens is None or len(self.cu_seqlens) == 1 else self.cu_seqlens[row]
-        return SpanMask._trusted(*spans.trim(self.start[row], self.end[row]), self.kv_len, offsets)
+        return SpanMask._trusted(*spans.canonicalise(self.start[row], self.end[row]), self.kv_len, offsets)
 
     def select(self, q_runs: Any, kv_runs: Any) -> SpanMask:
         """The local problem: the rows of ``q_runs`` and the keys of ``kv_runs``, both renumbered from 0.

@@ -15,7 +15,6 @@ import numpy as np
 from spanwise.masks.arrays import Bool, Int32, Int64, IntArray
 from spanwise.masks.checks import MAX_LENGTH
 
-_FEW_RUNS = 6  # up to here a vector pass for each run beats a binary search for each position
 _NO_SPAN = np.iinfo(np.int64).max  # sorts behind every packed span
 
 
@@ -77,14 +76,6 @@ def gather_spans(
     shape = (used, batch, q_len)
     starts, ends = out_start[:used].reshape(shape), out_end[:used].reshape(shape)
     return np.ascontiguousarray(starts.swapaxes(0, 1)), np.ascontiguousarray(ends.swapaxes(0, 1))
-
-
-def trim(start: Int32, end: Int32) -> tuple[Int32, Int32]:
-    """Drops the trailing slots that no row uses, from arrays that are canonical otherwise."""
-    used = start.shape[1]
-    while used > 1 and not bool(end[:, used - 1].any()):
-        used -= 1
-    return np.ascontiguousarray(start[:, :used]), np.ascontiguousarray(end[:, :used])
 
 
 def from_single_spans(
@@ -185,11 +176,8 @@ def take_runs(array: Int32, runs: Int64) -> Int32:
 def positions_in_runs(positions: Int32, runs: Int64) -> Int32:
     """Number of tokens of ``runs`` before each global position: the position's index in the buffer of the runs."""
     starts, lengths = runs[:, 0].astype(np.int32), (runs[:, 1] - runs[:, 0]).astype(np.int32)
-    if len(runs) <= _FEW_RUNS:
-        local = np.zeros_like(positions)
-        for start, length in zip(starts, lengths, strict=True):
-            local += np.minimum(np.maximum(positions - start, np.int32(0)), length)
-        return local
+    if len(runs) == 0:
+        return np.zeros_like(positions)
     before = np.cumsum(lengths, dtype=np.int32) - lengths
     at = np.searchsorted(starts, positions, side="right") - 1
     local = before[at] + np.minimum(positions - starts[at], lengths[at])

@@ -60,21 +60,6 @@ def test_packings_with_padding(slots: list[tuple[int, int]], num_ranks: int, bal
     assert (plan.layout.tokens_per_rank > 0).all() or packing.q_len < num_ranks
 
 
-@pytest.mark.parametrize("balancer", ["ptrr", "lpt", "local"])
-def test_finer_blocks_balance(balancer: str) -> None:
-    plan = spanwise.make_plan(SpanMask.documents([0, 40, 103]), 4, balancer=balancer, exchange="needed")
-    assert plan.block_size == (128 if balancer == "local" else 3) and plan.imbalance() < 1.1
-
-
-def test_balancers_of_the_caller_may_leave_ranks_empty() -> None:
-    class ToOne:
-        def assign(self, problem: spanwise.LayoutProblem, num_ranks: int) -> np.ndarray:
-            return np.zeros(problem.num_blocks, np.int64)
-
-    plan = spanwise.make_plan(SpanMask.causal(300), 3, balancer=ToOne(), exchange="needed")
-    assert plan.layout.tokens_per_rank.tolist() == [300, 0, 0] and plan.block_size == 128
-
-
 @pytest.mark.parametrize("exchange", ["all_gather", "needed", "hierarchical", "ring", "ulysses"])
 def test_fewer_tokens_than_ranks(exchange: str) -> None:
     """Ranks without tokens take part: outputs and gradients are those of one device."""

@@ -85,13 +85,6 @@ def test_what_is_refused(sequences, message):
         tree_from_sequences(sequences)
 
 
-def test_large_ids_and_other_containers():
-    sequences = [torch.tensor([2**40, 255, 256]), np.array([2**40, 256], np.uint64), (2**40, 255)]
-    found = tree_from_sequences(iter(sequences))
-    assert found.tree == TokenTree([-1, 0, 0], [1, 2, 1]) or found.tree.num_tokens == 4
-    assert [found.ids[path].tolist() for path in found.paths] == [[2**40, 255, 256], [2**40, 256], [2**40, 255]]
-
-
 @given(forests(), st.integers(0, 30))
 def test_steps_up_the_path(forest, steps):
     tree = TokenTree(*forest)
@@ -112,46 +105,19 @@ def test_packed_trees_are_apart(several):
     np.testing.assert_array_equal(tree.mask().dense()[0], whole)
 
 
-def test_a_tree_never_changes():
-    lengths = np.array([1, 2])
-    tree = TokenTree([-1, 0], lengths)
-    lengths[:] = 5
-    assert tree.num_tokens == 3 and tree != TokenTree([-1, 0], [2, 1]) and tree != 3
-    with pytest.raises(ValueError, match="read-only"):
-        tree.lengths[0] = 7
-    with pytest.raises(ValueError, match="nodes must be from 0 to 1, or -1 for an empty path, got 2"):
-        tree.paths([0, 2])
-
-
-def rollouts_of(kind, seed):
+def rollouts_of(kind):
     """Trees as training makes them."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     if kind == "one prompt, 16 answers":
         return TokenTree([-1] + [0] * 16, [rng.integers(2000, 6000), *rng.integers(300, 4000, 16)])
-    if kind == "wide star":
-        return TokenTree([-1] + [0] * 200, [rng.integers(200, 2000), *rng.integers(20, 400, 200)])
-    parents, lengths = [-1], [int(rng.integers(500, 3000))]
-    if kind == "deep chain":  # a spine of 40 turns, a failed attempt at each, stored after the rest of the spine
-        parents += range(40)
-        parents += range(40)
-        return TokenTree(parents, lengths + rng.integers(50, 600, 80).tolist())
-
-    def grow(node, depth):
-        for _ in range(int(rng.integers(1, 4))):
-            parents.append(node)
-            lengths.append(int(rng.integers(50, 600)))
-            if depth < 6 and len(parents) < 90:
-                grow(len(parents) - 1, depth + 1)
-
-    grow(0, 1)
-    return TokenTree(parents, lengths)
+    # A spine of 40 turns, a failed attempt at each, stored after the rest of the spine.
+    return TokenTree([-1, *range(40), *range(40)], [int(rng.integers(500, 3000)), *rng.integers(50, 600, 80)])
 
 
-@pytest.mark.parametrize("kind", ["one prompt, 16 answers", "agent", "deep chain", "wide star"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_local_layouts_are_balanced_and_receive_least(kind, seed, num_ranks):
-    mask = rollouts_of(kind, seed).mask()
+@pytest.mark.parametrize("kind", ["one prompt, 16 answers", "deep chain"])
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_local_layouts_are_balanced_and_receive_least(kind, num_ranks):
+    mask = rollouts_of(kind).mask()
     plans = {
         name: spanwise.make_plan(mask, num_ranks, balancer=name, exchange="needed", stages=1)
         for name in ("local", "contiguous", "lpt")

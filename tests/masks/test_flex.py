@@ -106,15 +106,6 @@ def test_from_block_mask_takes_torchs_masks(mask, q_size, kv_size):
     assert SpanMask.from_block_mask(mask.block_mask("cpu", q_size)) == mask
 
 
-@pytest.mark.parametrize("cells", [1, 50])
-def test_evaluation_in_small_pieces_changes_nothing(monkeypatch, cells):
-    mask = SpanMask.stack([SpanMask.shared_prefix(2, [1, 4, 2]), SpanMask.sliding_window(9, 2, 1)])
-    whole = create_block_mask(mask.mask_mod(), 2, None, 9, 9, "cpu", (4, 3))
-    monkeypatch.setattr(flex_masks, "_CELLS_AT_ONCE", cells)
-    assert SpanMask.from_mask_mod(mask.mask_mod(), 9, 9, batch_size=2) == mask
-    assert SpanMask.from_block_mask(whole) == mask
-
-
 def test_evaluation_stays_inside_partial_blocks_and_bounded(monkeypatch):
     seen = []
     evaluate = flex_masks._evaluate

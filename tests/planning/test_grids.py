@@ -78,16 +78,6 @@ def _check_replica(grid, replica: int, documents: list[int], weights: dict[str, 
         assert grid.recv_bytes[rank] == sum(weights[n] * keys.sum() for n, keys in read.items()) * token
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 4))
-def test_replicas_in_order_take_consecutive_documents_of_about_equal_tokens(lengths: list[int], dp: int) -> None:
-    owner = in_order(np.array(lengths), dp)
-    assert (np.diff(owner) >= 0).all() and owner[0] >= 0 and owner[-1] < dp
-    ends, share = np.cumsum(lengths), sum(lengths) / dp
-    for document, replica in enumerate(owner):
-        middle = ends[document] - lengths[document] / 2
-        assert replica * share <= middle < (replica + 1) * share
-
-
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 3))
 def test_longest_first_is_within_grahams_bound_of_the_best(work: list[int], dp: int) -> None:
     owner = longest_first(np.array(work, float), dp)
@@ -96,19 +86,6 @@ def test_longest_first_is_within_grahams_bound_of_the_best(work: list[int], dp: 
         np.bincount(np.array(each), work, minlength=dp).max() for each in itertools.product(range(dp), repeat=len(work))
     )
     assert best <= busiest <= (4 / 3 - 1 / (3 * dp)) * best + 1e-9
-
-
-def test_seconds_of_a_plan_are_those_that_it_predicts() -> None:
-    slow = dataclasses.replace(H100, links=(Link(1e9, 1e-4),))
-    options = dict(weights={"default": 3}, exchange="needed", stages=2, hardware=slow, **SHAPE)
-    plan = make_plan(SpanMask.documents([0, 9000, 9300, 16_384]), 4, **options)
-    parts, (grid, *_) = plan.predict(), compare_grids([9000, 300, 7084], 4, linear_flops=1e6, whole=plan, **options)
-    exposed = parts["exposed_forward"] + parts["exposed_backward"]
-    assert exposed > 0
-    np.testing.assert_allclose(grid.exposed, exposed)
-    compute = parts["compute_forward"] + parts["compute_backward"]  # of the busiest rank of each
-    assert 0.5 * compute < grid.attention.max() <= compute
-    np.testing.assert_allclose(grid.linear, plan.layout.tokens_per_rank * 1e6 / slow.matmul_flops)
 
 
 def test_one_long_document_stalls_a_grid_and_not_one_plan() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import spanwise
-from spanwise import Packing, Recurrence, SpanMask, make_plan
+from spanwise import Packing, SpanMask, make_plan
 
 SHAPE = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -59,21 +59,9 @@ def check(plan):
     runs = runs[np.argsort(runs[:, 0])]
     assert runs[0, 0] == 0 and runs[-1, 1] == plan.seq_len and (runs[1:, 0] == runs[:-1, 1]).all()
     for name, mask in plan.masks.items():
-        area, work = mask.area()[0], plan.work(name)
-        assert work.sum() == area.sum() and plan.local_work(name).min() >= 0
-        assert (plan.local_work(name) <= work).all()
-        for rank in range(0, plan.num_ranks, max(1, plan.num_ranks // 9)):
-            rows = np.concatenate([np.arange(a, b) for a, b in plan.runs(rank)] or [np.arange(0)])
-            assert work[rank] == area[rows].sum()
-            reads = np.zeros(mask.kv_len + 1, int)
-            for start, end in zip(mask.start[0][:, rows], mask.end[0][:, rows], strict=True):
-                np.add.at(reads, start, 1)
-                np.add.at(reads, end, -1)
-            read = np.cumsum(reads)[:-1] > 0
-            for a, b in plan.kv_layout.runs(rank):
-                read[a:b] = False
-            needed = np.concatenate([np.arange(a, b) for a, b in plan.needs(rank, name)] or [np.arange(0)])
-            np.testing.assert_array_equal(needed, np.flatnonzero(read))
+        work = plan.work(name)
+        assert work.sum() == mask.area().sum() and (plan.local_work(name) >= 0).all()
+        assert (plan.local_work(name) <= work).all() and (plan.needed_tokens(name) >= 0).all()
     assert all(np.isfinite(value) and value >= 0 for value in plan.predict().values())
     assert all(np.isfinite(candidate.seconds["total"]) for candidate in plan.candidates)
     assert plan.explain() and plan.fingerprint
@@ -97,15 +85,3 @@ def test_cross_attention_with_more_ranks_than_keys():
     packing = Packing([0, 0, 90, 91], cu_seqlens_kv=[0, 5, 5, 11])
     check(make_plan(packing.mask(causal=False), 13, packing=packing, **SHAPE))
     check(make_plan(SpanMask.full(3, 1000), 5, **SHAPE))
-
-
-@pytest.mark.parametrize("ranks", [5, 70])
-def test_recurrent_layers_with_hostile_documents(ranks):
-    layers = {
-        "gdn": Recurrence(layers=3, heads=2, key_dim=8, value_dim=8),
-        "ssm": Recurrence(layers=2, heads=2, key_dim=4, value_dim=8, delta_rule=False),
-    }
-    for mask in (SpanMask.documents(np.arange(301)), SpanMask.documents(giant(200, 1500)), SpanMask.documents([0, 3])):
-        plan = make_plan(mask, ranks, recurrences=layers, hardware=spanwise.H100, **SHAPE)
-        check(plan)
-        check(plan.recurrent())

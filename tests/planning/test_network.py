@@ -40,12 +40,3 @@ def test_hosts_must_be_known():
         make_plan(SpanMask.causal(64), 16, exchange="needed", hardware=one_link).host_traffic()
     with pytest.raises(ValueError, match="'hierarchical' needs hardware that has hosts, such as spanwise.H100"):
         make_plan(SpanMask.causal(64), 4, exchange="hierarchical", hardware=one_link)
-
-
-def test_explain_tells_hosts():
-    mask = SpanMask.documents(np.arange(0, 2**15 + 1, 2**10))
-    text = make_plan(mask, 16, exchange="needed", hardware=spanwise.H100).explain()
-    assert "hosts of 8 ranks: " in text
-    assert "hosts of" not in make_plan(mask, 4, exchange="needed").explain()
-    text = make_plan(mask, 16, exchange="hierarchical", hardware=spanwise.H100).explain()
-    assert "a rank cross, each once a host" in text and "entered" not in text

@@ -141,12 +141,6 @@ def test_an_altered_header_is_refused(tmp_path, change: dict) -> None:
             Plan.load(path)
 
 
-def test_numpy_integers_are_numbers(tmp_path) -> None:
-    plan = make_plan(DOCUMENTS, np.int64(3), num_q_heads=np.int64(4), head_dim=np.int32(8), block_size=np.int64(16))
-    assert plan == make_plan(DOCUMENTS, 3, num_q_heads=4, head_dim=8, block_size=16)
-    plan.save(tmp_path / "plan.npz")
-
-
 def test_a_plan_that_was_used_pickles_what_it_has_computed_but_no_rank_plans() -> None:
     plan = make_plan(DOCUMENTS, 1)
     plan.local(None)
@@ -186,13 +180,6 @@ def test_bytes_and_seconds() -> None:
             getattr(make_plan(DOCUMENTS, 3), name)()
 
 
-def test_explain_names_masks_and_weights() -> None:
-    named = {"full": SpanMask.causal(512), "window": SpanMask.sliding_window(512, 32)}
-    plan = make_plan(named, 4, weights={"window": 5}, balancer="lpt", block_size=16)
-    text = plan.explain()
-    assert "mask 'full'" in text and "mask 'window' (weight 5)" in text and plan.fingerprint in text
-
-
 class OddAndEven:
     """A user's balancer: blocks in turn."""
 
@@ -201,7 +188,7 @@ class OddAndEven:
 
 
 def test_a_users_balancer() -> None:
-    plan = make_plan(DOCUMENTS, 2, balancer=OddAndEven(), block_size=10)
+    plan = make_plan(DOCUMENTS, 2, balancer=OddAndEven(), block_size=np.int64(10))
     assert plan.balancer == "OddAndEven" and plan.layout.runs(1)[:2].tolist() == [[10, 20], [30, 40]]
 
 
@@ -209,7 +196,6 @@ def test_a_users_balancer() -> None:
     ("given", "message"),
     [
         ({"num_ranks": 0}, "num_ranks must be a positive integer, got 0"),
-        ({"num_ranks": 2.0}, "num_ranks must be a positive integer, got 2.0"),
         ({"num_ranks": (2, 2, 2)}, r"\(outer, inner\)"),
         ({"num_ranks": (2, 2), "exchange": "ulysses"}, "Ulysses on its inner axis already"),
         ({"block_size": 2**70}, "block_size must be .* at most 2147483647"),
@@ -229,8 +215,6 @@ def test_a_users_balancer() -> None:
         ({"mask": SpanMask.full(4, 8), "balancer": "lpt"}, "4 and 8 tokens.*'lpt'"),
         ({"mask": {"a": SpanMask.causal(4), "b": SpanMask.causal(5)}}, "4 tokens.*5"),
         ({"weights": {"window": 1}}, "'window'"),
-        ({"weights": {"default": 0}}, "must be positive"),
-        ({"cu_seqlens": [0, 60, 50, 100]}, "60"),
         ({"mask": SpanMask.causal(9), "balancer": "per_document_head_tail"}, "needs cu_seqlens"),
         ({"packing": [0, 100]}, "give a spanwise.Packing or cu_seqlens"),
     ],
@@ -238,16 +222,6 @@ def test_a_users_balancer() -> None:
 def test_bad_input(given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan(**{"mask": DOCUMENTS, "num_ranks": 2} | given)
-
-
-def test_unknown_masks_and_ranks_are_refused() -> None:
-    for call, message in (
-        (lambda plan: plan.mask("x"), "no mask named 'x'"),
-        (lambda plan: plan.runs(2), r"rank must be in \[0, 2\), got 2"),
-        (lambda plan: plan.local(None), "needs their mesh"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call(make_plan(DOCUMENTS, 2))
 
 
 def test_planning_reads_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,35 +115,8 @@ def test_a_rank_that_must_take_rows_passes_fewer_on() -> None:
     assert [each.sum(axis=1).tolist() for each in plan.route().padded] == [[0, 0, 3, 3]] * 2
 
 
-@pytest.mark.parametrize("keep_kv", [True, False])
-def test_a_rank_that_passes_nothing_on_holds_most_in_the_second_chunk(keep_kv: bool) -> None:
-    spans = np.zeros((2, 80), int)
-    spans[:, 40:50] = [[0], [40]]  # rank 4 alone reads the first ten
-    spans[:, 50:] = [[10], [40]]
-    plan = make_plan(
-        SpanMask(*spans[:, None], 80), 8, balancer="contiguous", exchange="hierarchical", block_size=1,
-        hardware=spanwise.H100.with_host_size(4), keep_kv=keep_kv,
-    )  # fmt: skip
-    assert [each[4].sum() for each in plan.route().padded] == [10, 30] and not plan.route().padded[1][:, 4].any()
-    assert plan.route().most_held(keep=keep_kv)[4] == 10 * keep_kv + 2 * 30
-
-
 def test_ranks_wait_for_their_host_in_the_second_all_to_all() -> None:
     plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])
     assert plan.route().joined.tolist() == [[0, 1, 0, 1], [-1, -1, 2, 2]]
     plan = plan_of_reads([{0: (20, 21), 1: (20, 21), 2: (0, 1), 3: (0, 1)}])
     assert plan.route().joined.tolist() == [[0, -1, 0, -1], [0, 0, 2, 2]]
-
-
-def test_one_reader_a_host_is_a_relay_for_nobody() -> None:
-    plan = make_plan(
-        SpanMask.sliding_window(512, 32), 8, balancer="contiguous", exchange="hierarchical",
-        hardware=spanwise.H100.with_host_size(4),
-    )  # fmt: skip
-    needed = plan.replace(exchange="needed", stages=1)
-    assert plan.num_chunks() == 1 and (plan.route().padded == needed.route().padded).all()
-    everyone = make_plan(SpanMask.full(512), 8, exchange="hierarchical", hardware=spanwise.H100)
-    assert everyone.num_chunks() == 1 and (everyone.traffic() == everyone.readings().pairs).all()
-    nothing = SpanMask.documents(np.arange(0, 513, 64))
-    alone = make_plan(nothing, 8, balancer="contiguous", exchange="hierarchical", hardware=spanwise.H100)
-    assert alone.num_chunks() == 0

@@ -53,18 +53,3 @@ def test_a_rank_writes_its_indices_once():
             seconds[what].append(time.process_time() - started)
     # Sorted by token, they took ten times as long.
     assert min(seconds["tensors"]) < 3 * min(seconds["indices"])
-
-
-def test_all_to_all_counts_each_pair_on_the_innermost_level_that_joins_it():
-    links = (spanwise.Link(7.0, 0.0, ranks=2), spanwise.Link(3.0, 0.0, ranks=4), spanwise.Link(1.0, 0.0))
-    hardware = spanwise.Hardware("three levels", 1, 1, 1, 1, 1, links)
-    rng = np.random.default_rng(0)
-    for ranks in (1, 3, 4, 6, 9):
-        traffic, seconds = rng.integers(0, 100, (ranks, ranks)), 0.0
-        np.fill_diagonal(traffic, 0)
-        for link, inner, outer in zip(links, (1, 2, 4), (2, 4, ranks), strict=True):
-            at = np.arange(ranks)
-            level = (at[:, None] // outer == at // outer) & (at[:, None] // inner != at // inner)
-            busiest = max((traffic * level).sum(axis=0).max(), (traffic * level).sum(axis=1).max())
-            seconds = max(seconds, busiest / link.bandwidth)
-        assert hardware.all_to_all_seconds(traffic) == pytest.approx(seconds)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 
-from spanwise import SpanMask, make_plan
+from spanwise import make_plan
 from spanwise.layouts.layout import Layout
 from spanwise.planning.plan import Plan
 from spanwise.planning.seconds import _chunk_pairs
@@ -196,11 +195,3 @@ def test_hops(problem: tuple[Plan, Dense]) -> None:
         assert (areas.sum(axis=1).round() + local).tolist() == (plan.work() * plan.inner)[
             :: plan.inner
         ].round().tolist()
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_counted_chunks_rotate_as_their_moves(stages: int) -> None:
-    plan = make_plan(SpanMask.causal(512), 5, exchange="needed", balancer="head_tail", stages=stages, block_size=4)
-    route = plan.route()
-    assert len(route.tokens) == stages
-    assert dataclasses.replace(route, counted=None).tokens.tolist() == route.tokens.tolist()
