@@ -7,13 +7,15 @@ from torch.nn.functional import pad
 
 from spanwise import Plan
 from spanwise.attention.executor import GATHERED
-from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.base import AttentionOptions, ScoreMod
 from spanwise.attention.kernels.merge import merge
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
 
 
-def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: str) -> torch.Tensor:
+def all_ranks(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: str, score_mod: ScoreMod | None = None
+) -> torch.Tensor:
     """Attention of the whole sequence through the rank plans of all ranks; differentiable.
 
     Args:
@@ -42,7 +44,11 @@ def all_ranks(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ker
                 piece = [pad(x, (0, 0, 0, 1)).index_select(2, chunk.route.order) for x in arrived]
             parts.append(
                 KERNELS[kernel].attend(
-                    plan.shard(q, rank, dim=2), *piece, chunk, local.tokens, AttentionOptions(q.shape[-1] ** -0.5)
+                    plan.shard(q, rank, dim=2),
+                    *piece,
+                    chunk,
+                    local.tokens,
+                    AttentionOptions(q.shape[-1] ** -0.5, score_mod),
                 )
             )
         outs.append(merge(parts)[0])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +93,7 @@ def test_wire_factors() -> None:
 
 
 @pytest.mark.parametrize("hardware", [H100, H200, B200, CPU_HOST, HOSTS], ids=lambda hardware: hardware.name)
-def test_files(tmp_path, hardware: Hardware) -> None:
+def test_files(tmp_path: Path, hardware: Hardware) -> None:
     path = tmp_path / "hardware.json"
     hardware.save(path)
     assert Hardware.load(path) == hardware
@@ -116,64 +119,64 @@ def test_presets_order_as_their_generations() -> None:
         assert hardware.links[0].bandwidth > hardware.links[1].bandwidth and "assumed" in hardware.source
 
 
+def changed(**figures: Any) -> Hardware:
+    return dataclasses.replace(FLAT, **figures)
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: Link(0, 0), "bandwidth .*0"),
+    (lambda: Link(float("inf"), 0), "bandwidth .*inf"),
+    (lambda: Link(1, -1), "latency .*-1"),
+    (lambda: Link(1, 0, ranks=1), "ranks .*1"),
+    (lambda: Link(1, 0, ranks=2.0), "ranks .*integer"),
+    (lambda: changed(attention_flops=-1), "attention_flops .*-1"),
+    (lambda: changed(memory=True), "memory .*True"),
+    (lambda: changed(kernel_seconds=float("nan")), "kernel_seconds"),
+    (lambda: changed(edge_pairs=-1), "edge_pairs"),
+    (lambda: changed(links=()), r"\[\]"),
+    (lambda: changed(links=(Link(1, 0, 8),)), r"\[8\]"),
+    (lambda: changed(links=(Link(1, 0), Link(1, 0))), r"\[None, None\]"),
+    (lambda: changed(links=(Link(1, 0, 4), Link(1, 0, 6), Link(1, 0))), r"\[4, 6, None\]"),
+    (lambda: changed(links=(Link(1, 0, 4), Link(1, 0, 2), Link(1, 0))), r"\[4, 2, None\]"),
+    (lambda: changed(wire=(("broadcast", 1.0),)), "'broadcast'"),
+    (lambda: changed(wire=(("all_gather", 0.5),)), "1 or more"),
+    (lambda: changed(wire=(("all_gather", 1.0), ("all_gather", 2.0))), "at most once"),
+    (lambda: changed(wire=(("all_gather", "2"),)), "'2'"),
+    (lambda: FLAT.copy_seconds("8GB"), "num_bytes .*'8GB'"),
+    (lambda: FLAT.all_gather_seconds("8GB", 2), "shard_bytes .*'8GB'"),
+    (lambda: FLAT.reduce_scatter_seconds(-1, 2), "shard_bytes .*-1"),
+    (lambda: FLAT.all_to_all_seconds([["0", "8GB"], [0, 0]]), "'8GB'"),
+    (lambda: FLAT.all_to_all_seconds(np.zeros((2, 3))), r"\(2, 3\)"),
+    (lambda: FLAT.all_to_all_seconds(np.array([[0, -1], [0, 0]])), "not negative"),
+    (lambda: H100.with_host_size(1), "1;"),
+    (lambda: H100.with_host_size(4.0), "4.0"),
+    (lambda: dataclasses.replace(H100, links=H100.links[1:]).with_host_size(4), "one level"),
+]
+
+
+@pytest.mark.parametrize(("call", "names"), WRONG)
+def test_bad_figures(call: Callable[[], Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        call()
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "names"),
     [
-        ("{", "hardware.json is not a file written by Hardware.save"),
-        ("[]", "hardware.json is not a file written by Hardware.save"),
+        *((text, "hardware.json") for text in ("{", "[]", json.dumps(FLAT.to_dict() | {"wire": [["all_gather"]]}))),
         ('{"name": "x"}', "links"),
         (json.dumps(FLAT.to_dict() | {"speed": 1}), "speed"),
         (json.dumps(FLAT.to_dict() | {"links": [{"bandwidth": 1}]}), "latency"),
-        (json.dumps(FLAT.to_dict() | {"matmul_flops": "fast"}), "matmul_flops must be a positive number, got 'fast'"),
-        (json.dumps(FLAT.to_dict() | {"wire": [["all_gather"]]}), "hardware.json is not a file"),
+        (json.dumps(FLAT.to_dict() | {"matmul_flops": "fast"}), "matmul_flops .*'fast'"),
     ],
 )
-def test_damaged_files(tmp_path, text: str, message: str) -> None:
+def test_damaged_files(tmp_path: Path, text: str, names: str) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names):
         Hardware.load(path)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Link(0, 0), "Link.bandwidth must be a positive number, got 0"),
-        (lambda: Link(float("inf"), 0), "Link.bandwidth must be a positive number, got inf"),
-        (lambda: Link(1, -1), "Link.latency must be a number of at least 0, got -1"),
-        (lambda: Link(1, 0, ranks=1), "Link.ranks must be an integer of 2 or more, or None, got 1"),
-        (lambda: Link(1, 0, ranks=2.0), "Link.ranks must be an integer"),
-        (lambda: dataclasses.replace(FLAT, attention_flops=-1), "Hardware.attention_flops .* got -1"),
-        (lambda: dataclasses.replace(FLAT, memory=True), "Hardware.memory must be a positive number, got True"),
-        (lambda: dataclasses.replace(FLAT, kernel_seconds=float("nan")), "Hardware.kernel_seconds"),
-        (lambda: dataclasses.replace(FLAT, edge_pairs=-1), "Hardware.edge_pairs"),
-        (lambda: dataclasses.replace(FLAT, links=()), r"got ranks \[\]"),
-        (lambda: dataclasses.replace(FLAT, links=(Link(1, 0, 8),)), r"None for the last alone, got ranks \[8\]"),
-        (lambda: dataclasses.replace(FLAT, links=(Link(1, 0), Link(1, 0))), r"got ranks \[None, None\]"),
-        (lambda: dataclasses.replace(FLAT, links=(Link(1, 0, 4), Link(1, 0, 6), Link(1, 0))), r"\[4, 6, None\]"),
-        (lambda: dataclasses.replace(FLAT, links=(Link(1, 0, 4), Link(1, 0, 2), Link(1, 0))), r"\[4, 2, None\]"),
-        (lambda: dataclasses.replace(FLAT, wire=(("broadcast", 1.0),)), "'broadcast'"),
-        (lambda: dataclasses.replace(FLAT, wire=(("all_gather", 0.5),)), "factor of 1 or more"),
-        (lambda: dataclasses.replace(FLAT, wire=(("all_gather", 1.0), ("all_gather", 2.0))), "at most once"),
-        (lambda: dataclasses.replace(FLAT, wire=(("all_gather", "2"),)), "factor of Hardware.wire .* got '2'"),
-        (lambda: FLAT.copy_seconds("8GB"), "num_bytes must be a number of at least 0, got '8GB'"),
-        (lambda: FLAT.all_gather_seconds("8GB", 2), "shard_bytes must be a number of at least 0, got '8GB'"),
-        (lambda: FLAT.reduce_scatter_seconds(-1, 2), "shard_bytes must be a number of at least 0, got -1"),
-        (lambda: FLAT.all_to_all_seconds([["0", "8GB"], [0, 0]]), "'8GB'"),
-        (lambda: FLAT.all_to_all_seconds(np.zeros((2, 3))), r"square and not negative, got shape \(2, 3\)"),
-        (lambda: FLAT.all_to_all_seconds(np.array([[0, -1], [0, 0]])), "not negative"),
-    ],
-)
-def test_bad_figures(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def test_host_size_is_that_of_the_innermost_links() -> None:
     four = H100.with_host_size(4)
     assert [link.ranks for link in four.links] == [4, None] and four.links[0].bandwidth == H100.links[0].bandwidth
-    for wrong in (1, 4.0):
-        with pytest.raises(ValueError, match=rf"a host has 2 ranks or more, an integer, got {wrong}; .*links\[1:\]"):
-            H100.with_host_size(wrong)
-    with pytest.raises(ValueError, match="has one level of links"):
-        dataclasses.replace(H100, links=H100.links[1:]).with_host_size(4)

@@ -17,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import spanwise
+from spanwise.attention.kernels.base import AttentionOptions, Chunk
+from spanwise.attention.kernels.table import KERNELS
 from spanwise.hardware import CPU_HOST, Hardware, Link, attention_flops
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import node_flops
@@ -100,16 +102,15 @@ def test_flex_attention_counts_what_its_hint_leaves() -> None:
 
 @pytest.mark.compiles
 def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
-    from tests.kernel_calls import sdpa
-
     mask = spanwise.SpanMask.sliding_window(40, 7)
     area = int(mask.area().sum())
-    rows = [torch.tensor(x) for x in (mask.start, mask.end)]
+    rows, sdpa = [torch.tensor(x) for x in (mask.start, mask.end)], KERNELS["sdpa"]
+    chunk = Chunk(*rows, torch.arange(40)[None], None)
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, n, 40, d, requires_grad=True) for n, d in ((4, 16), (2, 16), (2, 8)))
     counted = [3 * attention_flops(area, 4, 16, 8, backward=backward) for backward in (False, True)]
     with FlopCounterMode(display=False) as mode:
-        out, _ = sdpa(q, k, v, *rows, scale=0.25)
+        out, _ = sdpa.attend(q, k, v, chunk, torch.arange(40)[None], AttentionOptions(0.25))
     assert mode.get_total_flops() == counted[0]
     with FlopCounterMode(display=False) as mode:
         out.sum().backward()

@@ -137,9 +137,9 @@ def poisoned(case: Case, inputs: Inputs) -> Inputs:
     return Inputs(*tensors, inputs.sinks)
 
 
-def _score_mod(kind: str, heads: int) -> Callable[..., torch.Tensor]:
+def _score_mod(kind: str, heads: int, device: str) -> Callable[..., torch.Tensor]:
     """As `tests.oracle.score_bias`."""
-    slopes = 0.3 / (torch.arange(heads, dtype=torch.float64) + 1)
+    slopes = 0.3 / (torch.arange(heads, dtype=torch.float64, device=device) + 1)
 
     def score_mod(
         score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
@@ -177,16 +177,19 @@ def _styled(style: str, call: Callable[..., Any], given: list[Any]) -> Any:
     return call(*given)
 
 
-def on_rank(rank: int, mesh: DeviceMesh | None, case: Case, plan: Plan, inputs: Inputs) -> dict[str, torch.Tensor]:
+def on_rank(
+    rank: int, mesh: DeviceMesh | None, case: Case, plan: Plan, inputs: Inputs, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """One rank's results by name: out, lse, max_logit and the gradients that the case asks for."""
     sides: Any = ("q", "kv", "kv", "q", "q")
-    q, k, v, grad_out, grad_lse = (_shard(x, s, case, plan, mesh) for x, s in zip(inputs[:5], sides, strict=True))
+    shards = (_shard(x, side, case, plan, mesh) for x, side in zip(inputs[:5], sides, strict=True))
+    q, k, v, grad_out, grad_lse = (x.to(device) for x in shards)
     wanted = [i for i in range(3) if case.gradients and (case.style != "some" or case.seed >> i & 1)]
     leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
-    sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_(case.gradients)
+    sinks = None if inputs.sinks is None else inputs.sinks.to(device, copy=True).requires_grad_(case.gradients)
     attend: Any = spanwise.context_parallel_attention if case.packing is None else spanwise.packed_attention
-    given, where = (plan.local(mesh), None) if case.rank_plan else (plan, mesh)
-    score_mod = _score_mod(case.bias, case.heads[0]) if case.bias else None
+    given, where = (plan.local(mesh, device, kernel=case.kernel), None) if case.rank_plan else (plan, mesh)
+    score_mod = _score_mod(case.bias, case.heads[0], device) if case.bias else None
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Any:
         return attend(
@@ -222,7 +225,7 @@ def on_rank(rank: int, mesh: DeviceMesh | None, case: Case, plan: Plan, inputs: 
     found |= {} if dsinks is None else {"dsinks": dsinks}
     if case.max_logit:
         found["max_logit"] = aux.max_logit
-    return {name: x.detach() for name, x in found.items()}
+    return {name: x.detach().cpu() for name, x in found.items()}
 
 
 def _shard(x: torch.Tensor, side: Any, case: Case, plan: Plan, mesh: DeviceMesh | None) -> torch.Tensor:
