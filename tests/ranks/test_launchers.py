@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.limits import HANG
-from tests.ranks.gloo import GlooPool, RemoteTraceback, hear
+from tests.ranks.gloo import RemoteTraceback
 from tests.ranks.harness import run_ranks
 
 ops = torch.ops._c10d_functional
@@ -83,24 +80,3 @@ def test_what_would_hang_on_real_ranks_is_an_error(message: str) -> None:
     with pytest.raises(error, match=message):
         run_ranks(2, fn, timeout=1.0 if error is TimeoutError else HANG)
     assert rank_threads() == []
-
-
-def die(rank: int, mesh: DeviceMesh) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    dist.barrier()
-
-
-def hang(rank: int, mesh: DeviceMesh) -> None:
-    if rank == 0:
-        hear(mesh, "nothing")
-
-
-@pytest.mark.slow
-def test_dead_and_hanging_ranks() -> None:
-    with GlooPool(num_ranks=2) as pool:
-        with pytest.raises(RuntimeError, match=r"rank 1 died with exit code -11: (?s:.*)in die"):
-            pool.run(2, die)
-        with pytest.raises(TimeoutError, match=r"ranks \[0\] did not answer in time(?s:.*)in hang"):
-            pool.run(2, hang, timeout=20.0)
-        assert pool.run(2, refuse, -1) == [None, None]
