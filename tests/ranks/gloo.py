@@ -55,10 +55,6 @@ class RemoteTraceback(Exception):
         return "\n" + str(self.args[0])
 
 
-class NeverConnected(TimeoutError):
-    """No rank has got past the making of the process group."""
-
-
 class Outcome(NamedTuple):
     """How a rank ended: with a result, an error, or the exit code of its process; all None if it has not ended."""
 
@@ -68,27 +64,6 @@ class Outcome(NamedTuple):
     seconds: float = 0.0
     failed_at: float = math.inf
     text: str = ""  # traceback
-
-
-class Group(NamedTuple):
-    """How the ranks of a call meet.
-
-    Attributes:
-        port: of the store.
-        name: of the call; it keeps its keys in the store apart.
-        hosts: whether rank 0 hosts the store, as without torchrun.
-        shape, names: of the mesh.
-        timeout: seconds, of the groups of the mesh; that of the world is out of reach. None: the world's, for all.
-        stays: whether a rank that has failed keeps its connections, so that others are not released by their end.
-    """
-
-    port: int
-    name: str
-    hosts: bool
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    timeout: float | None
-    stays: bool
 
 
 class Processes:
@@ -113,10 +88,16 @@ class Processes:
         self, fn: Callable[..., Any], args: Any, kwargs: Any, shape: tuple[int, ...], names: tuple[str, ...],
         timeout: float | None = None, *, hosts: bool = False, stays: bool = False,
     ) -> None:  # fmt: skip
-        """Begin a call on the first ranks."""
-        self._calls += 1
-        port = _free_port() if hosts else self._store.port
-        group = Group(port, str(self._calls), hosts, shape, names, timeout, stays)
+        """Begin a call on the first ranks.
+
+        Args:
+            shape, names: of the mesh.
+            timeout: seconds, of the groups of the mesh; that of the world is out of reach. None: the world's, for all.
+            hosts: whether rank 0 hosts the store, as without torchrun.
+            stays: whether a rank that has failed keeps its connections, so that others are not released by their end.
+        """
+        self._calls += 1  # the name of the call keeps its keys in the store apart
+        group = (_free_port() if hosts else self._store.port, str(self._calls), hosts, shape, names, timeout, stays)
         message = pickle.dumps((group, fn, args, kwargs))
         for _, ours in self._ranks[: math.prod(shape)]:
             ours.send_bytes(message)
@@ -129,25 +110,20 @@ class Processes:
     def collect(
         self, ranks: Sequence[int], connects: float = HANG, timeout: float = HANG, patience: float = HANG
     ) -> list[Outcome]:
-        """How each of `ranks` ended.
+        """How each of `ranks` ended; nothing if no rank has made its group.
 
         Args:
             connects: seconds until the first rank must have made its group.
             timeout: seconds from then on.
             patience: seconds that the others have when a rank has failed.
-
-        Raises:
-            NeverConnected: No rank has made its group.
         """
         outcomes = {rank: Outcome() for rank in ranks}
         pending = {self._ranks[rank][1]: rank for rank in ranks}
         deadline, connected = time.monotonic() + connects, False
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            if not ready and not connected and connects < HANG:
-                raise NeverConnected("the ranks did not connect in time")
             if not ready:
-                break
+                return list(outcomes.values()) if connected or connects == HANG else []
             for ours in ready:
                 rank = pending[ours]
                 try:
@@ -176,11 +152,6 @@ class Processes:
         assert not stacks, stacks
         return [found.get(rank, Outcome()) for rank in range(len(self._ranks))]
 
-    def go_on(self, num_ranks: int) -> None:
-        """Let ranks that have answered leave their groups: one that left early would fail those that still talk."""
-        for _, ours in self._ranks[:num_ranks]:
-            ours.send_bytes(b"all have answered")
-
     def stacks(self, ranks: Sequence[int]) -> str:
         """What ranks are doing: faulthandler writes it to the rank's log on a signal."""
         for rank in ranks:
@@ -203,7 +174,7 @@ def started(
     fn: Callable[..., Any], *args: Any, mesh_shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("cp",),
     timeout: float = NEVER, store_in_rank_0: bool = False,
 ) -> Processes:  # fmt: skip
-    """Ranks of their own that run ``fn(rank, mesh, *args)`` and may die; see `Group`."""
+    """Ranks of their own that run ``fn(rank, mesh, *args)`` and may die; see `Processes.start`."""
     processes = Processes(math.prod(mesh_shape))
     processes.start(fn, args, {}, mesh_shape, names, timeout, hosts=store_in_rank_0, stays=True)
     processes.connected()
@@ -245,17 +216,16 @@ class GlooPool:
         for connects in CONNECTS:
             self._processes = processes = self._processes or Processes(self.num_ranks)
             processes.start(fn, args, kwargs, shape, tuple(mesh_dim_names))
-            try:  # `fn` has run on no rank if they have not connected
-                outcomes = processes.collect(range(num_ranks), connects, timeout, patience=30)
+            if outcomes := processes.collect(range(num_ranks), connects, timeout, patience=30):
                 break
-            except NeverConnected:
-                self.__exit__()
+            self.__exit__()  # `fn` has run on no rank
         late = [rank for rank, outcome in enumerate(outcomes) if outcome == Outcome()]
         stacks = processes.stacks(late)
         if late or any(outcome.exit_code is not None for outcome in outcomes):
             self.__exit__()
-        else:
-            processes.go_on(num_ranks)
+        else:  # let ranks leave their groups: one that left early would fail those that still talk
+            for _, ours in processes._ranks[:num_ranks]:
+                ours.send_bytes(b"all have answered")
         first = min(range(num_ranks), key=lambda rank: outcomes[rank].failed_at)
         for rank, outcome in enumerate(outcomes):
             if outcome.exit_code is not None:
@@ -298,8 +268,8 @@ def _answer(rank: int, connection: Connection, message: bytes) -> bytes:
     stays, began = False, time.monotonic()
     try:
         group, fn, args, kwargs = pickle.loads(message)
-        stays = group.stays
-        mesh = _meet(rank, group)
+        stays = group[-1]
+        mesh = _meet(rank, *group)
         connection.send_bytes(CONNECTED)
         began = time.monotonic()
         return pickle.dumps(Outcome(result=fn(rank, mesh, *args, **kwargs), seconds=time.monotonic() - began))
@@ -318,23 +288,23 @@ def _answer(rank: int, connection: Connection, message: bytes) -> bytes:
             return pickle.dumps(outcome._replace(error=RuntimeError(f"{type(error).__name__}: {error}")))
 
 
-def _meet(rank: int, group: Group) -> DeviceMesh:
-    timeout, is_host = timedelta(seconds=HANG), group.hosts and rank == 0
-    tcp = dist.TCPStore("127.0.0.1", group.port, is_master=is_host, wait_for_workers=False, timeout=timeout)
-    size, store = math.prod(group.shape), dist.PrefixStore(group.name, tcp)
+def _meet(
+    rank: int, port: int, name: str, hosts: bool, shape: tuple[int, ...], names: tuple[str, ...],
+    seconds: float | None, stays: bool,
+) -> DeviceMesh:  # fmt: skip
+    timeout, size = timedelta(seconds=HANG), math.prod(shape)
+    tcp = dist.TCPStore("127.0.0.1", port, is_master=hosts and rank == 0, wait_for_workers=False, timeout=timeout)
+    store = dist.PrefixStore(name, tcp)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    options = None if group.timeout is None else _timeouts(group.names, group.timeout)
-    mesh = init_device_mesh("cpu", group.shape, mesh_dim_names=group.names, backend_override=options)
-    if group.stays:
+    override = None
+    if seconds is not None:  # ranks start at times of their own, so the world keeps its timeout
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=seconds)
+        override = {name: ("gloo", options) for name in names}
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)
+    if stays:
         dist.barrier()
     return mesh
-
-
-def _timeouts(names: tuple[str, ...], timeout: float) -> dict[int | str, tuple[str, Any]]:
-    """For the groups of a mesh. That of the world has a timeout out of reach: ranks start at times of their own."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout)
-    return {name: ("gloo", options) for name in names}
 
 
 def _leave() -> None:

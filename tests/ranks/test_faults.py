@@ -127,7 +127,6 @@ DIFFERING = [
     compiled("gated_delta", "eager", "normalized"),
     compiled("causal_conv", "eager"),
     compiled("relayout", "eager", "columns"),
-    *(compiled(name, "inductor", marks=(COMPILED, SLOW)) for name in ("token_logprobs", "cross_entropy")),
 ]
 
 

@@ -18,10 +18,10 @@ from spanwise.attention.attention import context_parallel_attention
 from spanwise.planning.explain import describe_exchange
 from tests.limits import HANG
 from tests.pairs import covering
-from tests.ranks.calls import HOSTS, mesh_of
+from tests.ranks.calls import CU_SEQLENS, EXCHANGES, LENGTH, mesh_of
 from tests.ranks.gloo import GlooPool
 
-LENGTH = 67  # divides by nothing
+ONE_LEVEL = [way for way in EXCHANGES if way["exchange"] != "ulysses"]  # with several, heads are traded anyway
 
 
 class Copies(_torch.TorchDispatchMode):
@@ -103,7 +103,7 @@ def measured(
 
 
 def _measured(plan: spanwise.Plan, rank: int, mesh: DeviceMesh, batch: int, by_head: bool) -> tuple[int, int, int]:
-    heads, kv_heads, qk_dim, v_dim = plan.attention_shape
+    heads, kv_heads, qk_dim, v_dim = plan.attention_shape("tests")
     tokens, keys = plan.layout.num_tokens(rank), plan.kv_layout.num_tokens(rank)
     result = batch * plan.groups.num_tokens(rank // plan.inner) * (heads // plan.inner) * v_dim * plan.itemsize
 
@@ -124,14 +124,7 @@ def _measured(plan: spanwise.Plan, rank: int, mesh: DeviceMesh, batch: int, by_h
     return most, kept, copies.most_kv
 
 
-WAYS = [
-    {"exchange": "all_gather", "keep_kv": True}, {"exchange": "all_gather", "keep_kv": False},
-    {"exchange": "needed", "stages": 1}, {"exchange": "needed", "stages": 3},
-    {"exchange": "needed", "stages": 3, "keep_kv": False},
-    {"exchange": "hierarchical", "hardware": HOSTS}, {"exchange": "hierarchical", "hardware": HOSTS, "keep_kv": False},
-    {"exchange": "ring", "keep_kv": True}, {"exchange": "ring"}, {"exchange": "ulysses"},
-]  # fmt: skip
-DOCUMENTS = SpanMask.documents([0, 1, 2, 19, 19, 40, LENGTH])
+DOCUMENTS = SpanMask.documents(CU_SEQLENS)
 MASKS = {
     "documents": (DOCUMENTS, "head_tail"),
     "causal": (SpanMask.causal(LENGTH), "contiguous"),
@@ -162,7 +155,7 @@ def test_what_is_held_is_what_the_plan_says(
     what, balancer = MASKS[mask]
     batch, by_head = (2, False) if mask == "rows" else (batch, by_head)
     shape = dict(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=8, v_head_dim=6, dtype=dtype)
-    ways = [way for way in (WAYS if ranks == 4 else WAYS[:-1]) if is_exact(way, mask, heads, by_head)]
+    ways = [way for way in (EXCHANGES if ranks == 4 else ONE_LEVEL) if is_exact(way, mask, heads, by_head)]
     plans = [spanwise.make_plan(what, ranks, balancer=balancer, block_size=4, **shape, **way) for way in ways]
     compare(gloo_pool, plans, batch, by_head)
 
@@ -187,7 +180,7 @@ def test_padded_documents_of_another_length_of_keys(gloo_pool: GlooPool) -> None
         [0, 9, 30], cu_seqlens_q_padded=[0, 16, 48], cu_seqlens_kv=[0, 20, 25], cu_seqlens_kv_padded=[0, 24, 40]
     )
     base = dict(packing=packing, balancer="dual_chunk", block_size=4, **SHAPE)
-    plans = [spanwise.make_plan(packing.mask(causal=False), 4, **base, **way) for way in WAYS[:-1]]
+    plans = [spanwise.make_plan(packing.mask(causal=False), 4, **base, **way) for way in ONE_LEVEL]
     q, k = (x.tokens_per_rank for x in (plans[0].layout, plans[0].kv_layout))
     compare(gloo_pool, plans, 1, True, q * 8 * 8 * 4 + k * 4 * 14 * 4)
 
