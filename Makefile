@@ -63,9 +63,9 @@ docs: $(STAMP)  ## build the site into site/, and check its links
 	$(BIN)/python docs/check_site.py site
 
 bench: $(STAMP)  ## measure, print a table, write JSON
-	$(BIN)/python -m benchmarks.plan
-	$(BIN)/python -m benchmarks.layout
-	$(BIN)/python -m benchmarks.kernels
+	$(BIN)/python -m benchmarks.plan times
+	$(BIN)/python -m benchmarks.plan layouts
+	$(BIN)/python -m benchmarks.kernels masks
 
 gpu: $(STAMP)  ## run all that needs a CUDA device, in ten minutes (GPU_ARGS='--only parity'; --dry: on a CPU)
 	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)

@@ -1,6 +1,6 @@
 """What the benchmarks share: options, timing in turns, memory of a process, and JSON for docs/make_benchmarks.py.
 
-python -m benchmarks.layout --quick --out rows.json
+python -m benchmarks.plan layouts --quick --out rows.json
 """
 
 from __future__ import annotations
@@ -12,30 +12,32 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+Result = dict[str, Any]
 
-def main(run: Callable[[Path | None, bool], object], text: str) -> None:
-    """Run a benchmark with the options of the command line."""
-    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+
+def main(cases: Mapping[str, Callable[[bool], Result]], text: str) -> None:
+    """Run the case that the command line names, and publish its result; `quick`: smaller sizes and fewer repeats."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", choices=cases, default=next(iter(cases)))
     parser.add_argument("--out", type=Path, help="file for the JSON")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer repeats")
     given = parser.parse_args()
-    run(given.out, given.quick)
+    publish(cases[given.case](given.quick), given.out)
 
 
-def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
+def publish(result: Result, out: Path | None) -> None:
     """Print the result's rows, and write it to `out`."""
     for name, value in result.items():
         for row in value if isinstance(value, list) else [{name: value}]:
             print(json.dumps(row))
-    return write(result, out)
+    write(result, out)
 
 
-def write(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
+def write(result: Result, out: Path | None) -> None:
     """Write `result` to `out`, if it is given."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return result
 
 
 def take_turns(
