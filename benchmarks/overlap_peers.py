@@ -65,8 +65,7 @@ def pieces_of(gm: fx.GraphModule, model: CostModel, activations: str) -> dict[st
     return {
         "whole": whole.timeline.makespan, "whole_bound": whole.bounds.makespan,
         "floor": max(dag.compute_ms, *streams.values()), "split": cut.timeline.makespan,
-        "split_bound": cut.bounds.makespan, "pieces": split.pieces, "copies": split.copies,
-        "sensitivity": {str(n): ms for n, ms in split.sensitivity.items()},
+        "split_bound": cut.bounds.makespan, "pieces": split.pieces,
     }  # fmt: skip
 
 

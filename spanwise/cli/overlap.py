@@ -26,7 +26,7 @@ from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostMode
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.reasons import reasons
-from spanwise.overlap.explain.report import OrderFigures, arithmetic, figures, order_figures
+from spanwise.overlap.explain.report import OrderFigures, figures, order_figures
 from spanwise.overlap.explain.trace import trace_events
 from spanwise.overlap.fx.capture import Attention, CaptureConfig, capture
 from spanwise.overlap.fx.files import SavedGraphs, group_sizes, load_graphs, save_graphs
@@ -210,9 +210,8 @@ def _peers(
         with working(f"scheduling the {name} without buckets"):
             plain = optimize(gm, model, memory_budget=options.budget, bucket=False, split=options.split)
         found["spanwise, reorder"] = plain.timeline
-    heavy = arithmetic(gm)
     return [
-        (order_figures(what, timeline, heavy, reasons(timeline, budget=result.budget), names=labels), timeline)
+        (order_figures(what, timeline, reasons(timeline, budget=result.budget), labels), timeline)
         for what, timeline in found.items()
     ], note
 

@@ -166,18 +166,6 @@ def activation_offloads() -> Any:
     return torch.ops.ao
 
 
-def propagate_fake(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Run a graph on fake tensors of its inputs, real or fake, or trees; sets ``meta["val"]`` of all nodes."""
-    from torch._guards import detect_fake_mode
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    leaves, spec = torch.utils._pytree.tree_flatten(list(inputs))
-    mode = detect_fake_mode(leaves) or fake_mode()
-    given = [x if is_fake(x) or not isinstance(x, torch.Tensor) else to_fake(mode, x) for x in leaves]
-    with mode:
-        FakeTensorProp(gm, mode).run(*torch.utils._pytree.tree_unflatten(given, spec), enable_io_processing=False)
-
-
 def joint_graph(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor]
 ) -> torch.fx.GraphModule:
@@ -287,11 +275,6 @@ def keep_order(graph: torch.fx.Graph, after: Mapping[torch.fx.Node, Sequence[tor
     from torch.utils._ordered_set import OrderedSet
 
     preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in after.items()})
-
-
-def symbols_of(size: Any) -> set[str]:
-    """Names of the symbols in ``size``; none in a number."""
-    return {str(symbol) for symbol in size.node.expr.free_symbols} if isinstance(size, torch.SymInt) else set()
 
 
 def assume_symbols(size: Any, numbers: int | Mapping[str, int]) -> int:

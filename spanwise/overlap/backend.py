@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -27,7 +28,7 @@ from spanwise.overlap.fx.emit import emit, merge_waits
 from spanwise.overlap.fx.graph import bind
 from spanwise.overlap.fx.operators import Cost, Role, is_start, traits
 from spanwise.overlap.fx.sizes import assumed, has_symbols
-from spanwise.overlap.graph_pass import describe, facts, traced
+from spanwise.overlap.graph_pass import describe, traced
 from spanwise.overlap.optimize import Result, check_options, not_split, optimize
 from spanwise.overlap.split.rewrite import rewrite
 
@@ -97,7 +98,6 @@ class Backend:
     ) -> None:
         self.name, self._cost, self._options, self._on_result = name, as_cost(cost), dict(options), on_result
         self._dynamic_size, self._costs = dynamic_size, describe(cost)
-        self._facts = facts(cost, {"dynamic_size": dynamic_size, **options})
         self.__name__ = f"spanwise.overlap.backend({name!r})"  # in torch.compile's errors
 
     def __call__(
@@ -121,7 +121,8 @@ class Backend:
             return None
         known = _torch.groups() if dist.is_initialized() else []
         groups = sorted((_torch.group_name(g), tuple(dist.get_process_group_ranks(g))) for g in known)
-        everything = [self._facts, groups, _source()]
+        options = sorted((name, str(value)) for name, value in self._options.items())
+        everything = [torch.__version__, self._costs, self._dynamic_size, options, groups, _source()]
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def _schedule(self, gm: fx.GraphModule, *, hold: bool) -> fx.GraphModule:
@@ -142,7 +143,7 @@ class Backend:
                 tied = [node for node in gm.graph.nodes if _is_tied(node)]
         with consensus.failure_reported(gm, "raised in on_result"):
             self._on_result(result)
-        first = consensus.insert(gm.graph, self._facts, traced(result))
+        first = consensus.insert(gm.graph, traced(result))
         if hold and first is not None:
             _torch.keep_order(gm.graph, _implicit(gm.graph, [first, *tied]))
         return gm

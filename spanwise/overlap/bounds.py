@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,12 +225,9 @@ def compute_around(dag: Dag) -> ComputeAround:
     return ComputeAround(reach.sums(reach.leads_to, work), reach.sums(reach.follows, work), earlier, between)
 
 
-def compute_of(dag: Dag, among: Iterable[int] | None = None) -> NDArray[np.float64]:
-    """Milliseconds on the compute stream by node, of `among` these nodes or all."""
-    work = np.where(dag.kinds == Kind.COMPUTE, dag.ms, 0.0)
-    if among is not None:
-        work[np.setdiff1d(np.arange(len(dag)), list(among))] = 0.0
-    return work
+def compute_of(dag: Dag) -> NDArray[np.float64]:
+    """Milliseconds on the compute stream by node."""
+    return np.where(dag.kinds == Kind.COMPUTE, dag.ms, 0.0)
 
 
 def _product(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -14,18 +14,16 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from spanwise.overlap.dag import Dag, GraphError, positions
-from spanwise.overlap.engine import simulate
+from spanwise.overlap.engine import Engine, Ints, Run, simulate
 from spanwise.overlap.quotient import Quotient, alone, joined, split_units, units_of
-from spanwise.overlap.scheduler import Engine, Ints, Run
-from spanwise.overlap.search import Schedule, default_effort, schedule
+from spanwise.overlap.search import FEWEST, Schedule, schedule
 
 Bucket = tuple[int, ...]
 
-_ROUNDS = 2  # of merges and a new schedule
 #: Shares of the makespan that one bucket may take. Short buckets leave slow links enough launches to overlap with.
 _LONGEST = (math.inf, 1 / 32)
-_WORTH = 0.995  # of the makespan: below that, shorter buckets are taken, which are more launches
-_EFFORT = 12  # of the schedules with buckets, which start from a good order
+#: Of a makespan: what costs more, such as shorter buckets, which are more launches, must make it this much shorter.
+WORTH = 0.995
 _ROUNDING = 1e-9
 
 
@@ -53,7 +51,6 @@ def bucket(
 
     Raises:
         GraphError: `merged_ms` is negative or not finite; names the first start.
-        ValueError: the number of keys is not the number of nodes.
 
     Examples:
         >>> from spanwise.overlap.dag import Kind, Node
@@ -61,13 +58,11 @@ def bucket(
         >>> nodes += [Node(f"wait {i}", Kind.WAIT, deps=(i,), start=i) for i in (0, 1)]
         >>> dag = Dag((*nodes, Node("sum", Kind.COMPUTE, 1.0, (2, 3))))
         >>> merged, found = bucket(dag, schedule(dag), ["dp", "dp", None, None, None], lambda starts: 1.5)
-        >>> merged.launches, found.timeline.makespan
+        >>> len(merged.dag.starts), found.timeline.makespan
         (1, 2.5)
     """
-    if len(keys) != len(dag):
-        raise ValueError(f"expected a key or None for each of {len(dag)} nodes, got {len(keys)}")
     merger = _Merger(dag, keys, merged_ms, found.budget)
-    effort = min(_EFFORT, default_effort(dag) if effort is None else effort)
+    effort = FEWEST if effort is None else min(FEWEST, effort)  # it starts from a good order
 
     def scheduled(buckets: list[Bucket], order: Ints) -> tuple[Quotient, Schedule]:
         quotient = merger.quotient(buckets, order)
@@ -80,13 +75,13 @@ def bucket(
             break
         buckets: list[Bucket] = [(i,) for i in dag.starts]
         longest, order, now = share * found.timeline.makespan, found.timeline.order, (alone(dag), found)
-        for _ in range(1 if quick else _ROUNDS):
-            new, order = merger.merged(buckets, order, longest, now[1].timeline.makespan)
-            if new == buckets:
-                break
+        new, order = merger.merged(buckets, order, longest, found.timeline.makespan)
+        while new != buckets:
             buckets, now = new, scheduled(new, order)
-            order = np.array(now[0].expand(now[1].order), np.int64)
-        if best[1] is found or now[1].timeline.makespan < _WORTH * best[1].timeline.makespan:
+            if not quick:
+                order = np.array(now[0].expand(now[1].order), np.int64)
+                new, order = merger.merged(buckets, order, longest, now[1].timeline.makespan)
+        if best[1] is found or now[1].timeline.makespan < WORTH * best[1].timeline.makespan:
             best = now
     return best
 

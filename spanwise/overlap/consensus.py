@@ -30,7 +30,7 @@ import re
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,11 +60,10 @@ _library = torch.library.Library("spanwise", "FRAGMENT")
 _library.define("agree(str groups, str digests, str records) -> ()")
 
 
-def insert(graph: fx.Graph, facts: Mapping[str, str], traced: Sequence[Sequence[int]] | None = None) -> fx.Node | None:
+def insert(graph: fx.Graph, traced: Sequence[Sequence[int]] | None = None) -> fx.Node | None:
     """Put the comparison in front of all calls, in place; return its node, or None if the graph does not communicate.
 
     Args:
-        facts: inputs of the schedule by name; not compared, but named in the error where schedules differ.
         traced: for each start in the order of `graph`, the collectives that it replaces, by their numbers in the graph
             before it was scheduled. Default: the graph was not scheduled.
     """
@@ -81,8 +80,7 @@ def insert(graph: fx.Graph, facts: Mapping[str, str], traced: Sequence[Sequence[
         of = "+".join(str(numbers[k]) for k in replaced.get(node, ())) or "-"
         starts.setdefault(group_of(node), []).append(_describe(node, known, f"{place}.", of))
     digests = [_digest([re.sub(r"\[.*?\]", "", start) for start in of_group]) for of_group in starts.values()]
-    records = [json.dumps({"facts": dict(facts), "starts": of_group}) for of_group in starts.values()]
-    packed = [base64.b85encode(zlib.compress(record.encode(), 9)).decode() for record in records]
+    packed = [base64.b85encode(zlib.compress(json.dumps(of).encode(), 9)).decode() for of in starts.values()]
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):
         node = graph.call_function(torch.ops.spanwise.agree.default, tuple(map(" ".join, (starts, digests, packed))))
@@ -185,15 +183,12 @@ class _Comparison:
     def publish(self) -> None:
         """Write this rank's record."""
         self.store.set(f"{self.prefix}/rank/{self.group.rank()}", self.record)
-        self.store.add(f"{self.prefix}/same/{_digest(_unpacked(self.record)['starts'])}", 1)
+        self.store.add(f"{self.prefix}/same/{_digest(_unpacked(self.record))}", 1)
 
     def arrive(self, hop: int) -> None:
         self.store.set(f"{self.prefix}/arrived/{hop}/{self.group.rank()}", "here")
         if self.store.add(f"{self.prefix}/arrived/{hop}", 1) == self.group.size():
             self.store.set(f"{self.prefix}/all/{hop}", "here")
-
-    def is_complete(self, hop: int) -> bool:
-        return self.store.check([f"{self.prefix}/all/{hop}"])
 
     def fail(self, text: str) -> None:
         self.store.set(f"{self.prefix}/failed", text)
@@ -204,19 +199,31 @@ class _Comparison:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def difference(self) -> str:
-        """How the ranks' schedules differ, once all have arrived; "" if they do not."""
-        size, own = self.group.size(), _digest(_unpacked(self.record)["starts"])
+        """The first place where the ranks' orders differ, once all have arrived, and their starts; "" if none does."""
+        size, own = self.group.size(), _digest(_unpacked(self.record))
         if self.store.add(f"{self.prefix}/same/{own}", 0) == size:
             return ""
         records = [self.store.get(f"{self.prefix}/rank/{rank}").decode() for rank in range(size)]
-        return _difference(self.group, [_unpacked(record) for record in records])
+        every = itertools.zip_longest(*map(_unpacked, records), fillvalue="nothing more here")
+        starts = next((starts for starts in every if not _alike(starts)), None)
+        if starts is None:
+            return ""
+        ranks, alike = dist.get_process_group_ranks(self.group), dict[str, list[int]]()
+        for at, start in enumerate(starts):
+            alike.setdefault(start, []).append(ranks[at])
+        parts = [f"ranks {same} start {start}" for start, same in alike.items()]
+        return (
+            f"ranks of the process group of ranks {ranks} scheduled the collectives of a graph differently, by places "
+            f"in the order of all starts: {'; '.join(parts)}. "
+            "Compile the same model with the same costs, options and versions on every rank"
+        )
 
     def lateness(self, hop: int) -> str:
         """Error that names the ranks that have not arrived."""
-        ranks = enumerate(dist.get_process_group_ranks(self.group))
-        late = [rank for r, rank in ranks if not self.store.check([f"{self.prefix}/arrived/{hop}/{r}"])]
+        ranks = dist.get_process_group_ranks(self.group)
+        late = [rank for r, rank in enumerate(ranks) if not self.store.check([f"{self.prefix}/arrived/{hop}/{r}"])]
         return (
-            f"ranks {late} of {_named(self.group)} did not come to compare a compiled graph within "
+            f"ranks {late} of the process group of ranks {ranks} did not come to compare a compiled graph within "
             f"{_torch.group_timeout(self.group)}: they run something else or have failed, see their own errors; or "
             "sizes changed here and not there and led to another order: then compile with dynamic=True"
         )
@@ -245,7 +252,7 @@ def _compare(every: Sequence[_Comparison], hops: int) -> None:
 def _wait(one: _Comparison, hop: int, every: Sequence[_Comparison]) -> str:
     """Wait until all ranks of a group have arrived, or one has failed in any group; return the error or ""."""
     until, pause = time.monotonic() + _torch.group_timeout(one.group).total_seconds(), 1e-3
-    while not one.is_complete(hop):
+    while not one.store.check([f"{one.prefix}/all/{hop}"]):
         for other in every:
             if text := other.failure():
                 return text
@@ -256,36 +263,8 @@ def _wait(one: _Comparison, hop: int, every: Sequence[_Comparison]) -> str:
     return ""
 
 
-def _named(group: dist.ProcessGroup) -> str:
-    return f"the process group of ranks {dist.get_process_group_ranks(group)}"
-
-
-def _unpacked(record: str) -> dict[str, Any]:
+def _unpacked(record: str) -> list[str]:
     return json.loads(zlib.decompress(base64.b85decode(record)))
-
-
-def _difference(group: dist.ProcessGroup, records: Sequence[dict[str, Any]]) -> str:
-    """The first place where the ranks' orders differ, their starts there, and facts that differ; "" if none does."""
-    every = itertools.zip_longest(*(record["starts"] for record in records), fillvalue="nothing more here")
-    starts = next((starts for starts in every if not _alike(starts)), None)
-    if starts is None:
-        return ""
-    ranks, alike = dist.get_process_group_ranks(group), dict[str, list[int]]()
-    for at, start in enumerate(starts):
-        alike.setdefault(start, []).append(at)
-    parts = [f"ranks {[ranks[at] for at in same]} start {start}" for start, same in alike.items()]
-    facts = [records[same[0]]["facts"] for same in alike.values()]
-    causes = []
-    for name in facts[0]:
-        values = [of_rank.get(name, "not known") for of_rank in facts]
-        if len(set(values)) > 1:
-            causes.append(f"{name} is {' / '.join(values)}")
-    why = f"Their inputs differ: {'; '.join(causes)}" if causes else "Their known options and costs are the same"
-    return (
-        f"ranks of {_named(group)} scheduled the collectives of a graph differently, by places in the order of all "
-        f"starts: {'; '.join(parts)}. {why}. "
-        "Compile the same model with the same costs, options and versions on every rank"
-    )
 
 
 def _alike(starts: Sequence[str]) -> bool:

@@ -248,13 +248,6 @@ class Dag:
             np.subtract.at(change, (np.maximum.reduceat(at, begins[:-1]) + 1)[~kept], num_bytes[~kept])
         return change[:-1].cumsum()
 
-    def slower(self, multiplier: float) -> Dag:
-        """The same with collectives that take `multiplier` times as long."""
-        if multiplier == 1.0:
-            return self
-        nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in self.nodes)
-        return Dag(tuple(nodes), self.storages)
-
     @functools.cached_property
     def compute_ms(self) -> float:
         """Milliseconds of all work on the compute stream."""

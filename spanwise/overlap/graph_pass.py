@@ -1,6 +1,6 @@
 """graph_pass: the overlap pass for pipelines of passes, ``(gm, example_inputs) -> gm``. It compiles nothing.
 
-    traced fx graph ─► fill_values ─► optimize ─► consensus ─► scheduled fx graph
+    traced fx graph ─► optimize ─► consensus ─► scheduled fx graph
 
 torchtitan's graph trainer, SimpleFSDP and other pipelines trace a step themselves, with ``make_fx`` or AOTAutograd: its
 forward, its backward, both as one graph, or the whole step with the optimizer.
@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from spanwise.hardware import Hardware
@@ -22,7 +21,6 @@ from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.explain.report import Result
 from spanwise.overlap.fx.operators import Cost, is_start
 from spanwise.overlap.fx.sizes import Sizes
-from spanwise.overlap.fx.values import fill_values
 from spanwise.overlap.optimize import check_options, optimize
 
 
@@ -50,8 +48,7 @@ def graph_pass(
         options: other arguments of `optimize`: ``memory_budget=``, ``bucket=``, ``multiplier=``, …
 
     Returns:
-        The pass. Its `example_inputs`, real or fake tensors, are read only where nodes lack ``meta["val"]``. It raises
-        the errors of `optimize`, and ``ValueError`` where a graph does not run on fake tensors of its inputs.
+        The pass. It does not read its `example_inputs`, and raises the errors of `optimize`.
 
     Raises:
         TypeError: an option that `optimize` lacks.
@@ -67,7 +64,7 @@ def graph_pass(
     """
     inspect.signature(optimize).bind(None, cost, sizes=sizes, **options)
     check_options(sizes=sizes, **options)
-    priced, known = as_cost(cost), facts(cost, {"sizes": sizes, **options})
+    priced = as_cost(cost)
 
     def spanwise_overlap_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> fx.GraphModule:
         if not isinstance(gm, fx.GraphModule):
@@ -77,24 +74,17 @@ def graph_pass(
         with consensus.failure_reported(gm):
             given = _torch.copy_module(gm)
             consensus.remove(given.graph)
-            fill_values(given, () if example_inputs is None else example_inputs)
             result = optimize(given, priced, sizes=sizes, **options)
         if on_result is not None:
             with consensus.failure_reported(gm, "raised in on_result"):
                 on_result(result)
         made = result.graph_module
         if consensus.has_peers(made.graph):
-            consensus.insert(made.graph, known, traced(result))
+            consensus.insert(made.graph, traced(result))
             made.recompile()
         return made
 
     return spanwise_overlap_pass  # torchtitan's pipelines know their passes by name
-
-
-def facts(cost: Cost | Hardware | Mapping[str, float], options: Mapping[str, Any]) -> dict[str, str]:
-    """What a schedule depends on besides its graph, for errors where ranks differ."""
-    known = {"torch": str(torch.__version__), "costs": describe(cost) or "a function"}
-    return known | {option: str(value) for option, value in options.items()}
 
 
 def describe(cost: Cost | Hardware | Mapping[str, float]) -> str | None:

@@ -20,15 +20,14 @@ from spanwise.overlap.buckets import bucket as into_buckets
 from spanwise.overlap.costs.roofline import as_cost
 from spanwise.overlap.dag import Dag, GraphError
 from spanwise.overlap.engine import Timeline, simulate as run
-from spanwise.overlap.explain.report import Doubts, Result, arithmetic
+from spanwise.overlap.explain.report import Result
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import Captured, bind, to_dag
 from spanwise.overlap.fx.operators import Cost, operator_name
 from spanwise.overlap.fx.sizes import Sizes, assumed, check_sizes, has_symbols
-from spanwise.overlap.fx.values import NO_VALUE
 from spanwise.overlap.offload import Offloaded, choices, with_copies
 from spanwise.overlap.quotient import Quotient, alone, joined
-from spanwise.overlap.search import default_budget, default_effort, schedule
+from spanwise.overlap.search import schedule
 from spanwise.overlap.split.choose import Split, described, find_split
 
 
@@ -87,19 +86,20 @@ def optimize(
     >>> result.report().startswith("makespan")
     True
     """
-    cost = as_cost(cost, links)
-    options: dict[str, Any] = {"multiplier": multiplier, "effort": effort}
-    check_options(memory_budget=memory_budget, bucket=bucket, split=split, offload=offload, sizes=sizes, **options)
+    cost = as_cost(cost)
+    options: dict[str, Any] = {"bucket": bucket, "multiplier": multiplier, "effort": effort}
+    check_options(memory_budget=memory_budget, split=split, offload=offload, sizes=sizes, **options)
+    options["links"] = links
     gm = _with_merged_waits(gm)
     if offload:
         if memory_budget is None or split or (sizes is not None and has_symbols(gm)):
             raise ValueError("offload=True needs a memory_budget, and neither split=True nor symbolic sizes")
-        return _offloaded(gm, cost, memory_budget, bucket, options)
+        return _offloaded(gm, cost, memory_budget, options)
     if sizes is None or not has_symbols(gm):
-        result = _optimized(gm, cost, memory_budget, bucket, options)
-        return _split(gm, cost, result, bucket, options) if split else result
+        result = _optimized(gm, cost, memory_budget, **options)
+        return _split(gm, cost, result, options) if split else result
     with assumed(gm, sizes) as restore:
-        result = _optimized(gm, cost, memory_budget, bucket, options)
+        result = _optimized(gm, cost, memory_budget, **options)
         restore(result.graph_module)
     return dataclasses.replace(not_split(result) if split else result, sizes=sizes)
 
@@ -109,28 +109,28 @@ def not_split(result: Result) -> Result:
     return dataclasses.replace(result, split=Split(why="its sizes are symbolic, and pieces need numbers"))
 
 
-def _split(gm: fx.GraphModule, cost: Cost, whole: Result, bucket: bool, options: dict[str, Any]) -> Result:
+def _split(gm: fx.GraphModule, cost: Cost, whole: Result, options: Mapping[str, Any]) -> Result:
     """The result for `gm` with nodes cut into pieces, if that is shorter than `whole`."""
 
     def of_cut(cut: fx.GraphModule, of: Cost, most: int | None) -> Result:
-        return _optimized(cut, of, whole.budget, bucket, options, most)
+        return _optimized(cut, of, whole.budget, **options, most=most)
 
     trial = find_split(gm, cost, of_cut, whole.timeline)
-    split = described(trial, whole.timeline, whole.bounds.makespan, arithmetic(gm))
+    split = described(trial, whole.timeline)
     return dataclasses.replace(trial.result if trial else whole, before=whole.before, split=split)
 
 
-def _offloaded(gm: fx.GraphModule, cost: Cost, budget: int, bucket: bool, options: dict[str, Any]) -> Result:
+def _offloaded(gm: fx.GraphModule, cost: Cost, budget: int, options: Mapping[str, Any]) -> Result:
     """The shortest of the results for `gm` with each choice of activations in host memory, and with none."""
-    captured, best, error = _captured(gm, cost), None, None
+    captured, best, error = _captured(gm, cost, options["links"]), None, None
     try:
-        best = _optimized(gm, cost, budget, bucket, options)
+        best = _optimized(gm, cost, budget, **options)
     except GraphError:
         raise
     except ValueError as no_order:
         error = no_order
     for chosen in choices(captured, budget):
-        result = _optimized(with_copies(gm, captured, chosen), cost, budget, bucket, options)
+        result = _optimized(with_copies(gm, captured, chosen), cost, budget, **options)
         if best is None or result.timeline.makespan < best.timeline.makespan:
             left = {captured.nodes[one.node].name: one.num_bytes for one in chosen}
             best = dataclasses.replace(result, before=run(captured.dag), offloaded=Offloaded(left, result.before.dag))
@@ -143,27 +143,40 @@ def _optimized(
     gm: fx.GraphModule,
     cost: Cost,
     memory_budget: int | None,
+    *,
     bucket: bool,
-    options: dict[str, Any],
+    multiplier: float,
+    effort: int | None,
+    links: Mapping[str, str] | None,
     most: int | None = None,
 ) -> Result:
     """`optimize` of a graph whose sizes are numbers; with `most`, quickly, with at most so many orders."""
-    captured = _captured(gm, cost)
+    captured = _captured(gm, cost, links)
     own, contracted = run(captured.dag), captured.contracted
-    budget = default_budget(captured.dag) if memory_budget is None else memory_budget
-    effort = default_effort(contracted.dag) if options["effort"] is None else options["effort"]
-    found = schedule(contracted.dag, budget=budget, **{**options, "effort": min(effort, most or effort)})
+    first = most if effort is None else min(effort, most or effort)
+    found = schedule(contracted.dag, budget=memory_budget, multiplier=multiplier, effort=first)
     merged = alone(contracted.dag)
     if bucket:
         keys, price = bucket_keys(captured), _bucket_price(captured, cost)
         of_units = [keys[of_unit[0]] for of_unit in contracted.members]
-        rest = {**options, "effort": effort, "quick": most is not None}
-        merged, found = into_buckets(contracted.dag, found, of_units, price, **rest)
+        quick, dag = most is not None, contracted.dag
+        merged, found = into_buckets(dag, found, of_units, price, multiplier=multiplier, effort=effort, quick=quick)
     made = _torch.copy_module(gm)
     whole, timeline = _expanded(captured, merged, found.order)
     emit(bind(captured.dag, made.graph), timeline.order.tolist(), whole.members)
-    doubts, links = _doubts(captured, cost), _other_links(captured.dag, cost)
-    return Result(made, timeline, own, found.bounds, whole.members, found.budget, doubts, links=links)
+    nodes, is_guess = captured.nodes, getattr(cost, "is_guess", lambda node: False)
+    guesses = [nodes[i] for i in captured.outside_waits] + list(filter(is_guess, nodes))
+    return Result(
+        graph_module=made,
+        timeline=timeline,
+        before=own,
+        bounds=found.bounds,
+        members=whole.members,
+        budget=found.budget,
+        barriers=tuple(operator_name(nodes[i]) for i in captured.barriers),
+        guesses=tuple(map(operator_name, guesses)),
+        links=_other_links(captured.dag, cost, links),
+    )
 
 
 def _expanded(captured: Captured, merged: Quotient, order: Sequence[int]) -> tuple[Quotient, Timeline]:
@@ -184,24 +197,15 @@ def _expanded(captured: Captured, merged: Quotient, order: Sequence[int]) -> tup
     return whole, run(whole.dag)
 
 
-def _other_links(dag: Dag, cost: Cost) -> dict[str, str] | None:
+def _other_links(dag: Dag, cost: Cost, given: Mapping[str, str] | None) -> dict[str, str] | None:
     """What groups share if they share what they may but do not, or nothing if they do; None if that is the same."""
-    link = getattr(cost, "link", None)
-    found = {} if link is None else {group: link(group)[0] or group for group in dag.groups}
+    of_cost = getattr(cost, "link", None)
+    if given is None:
+        given = {} if of_cost is None else {group: of_cost(group)[0] for group in dag.groups}
+    found = {group: given.get(group) or group for group in dag.groups}
     if len(set(found.values())) == len(found):
         return None
     return {} if any(node.link for node in dag.nodes) else found
-
-
-def _doubts(captured: Captured, cost: Cost) -> Doubts:
-    """What the result rests on and the graph does not tell."""
-    nodes = captured.nodes
-    is_guess = getattr(cost, "is_guess", lambda node: False)
-    waits = [operator_name(nodes[i]) for i in captured.outside_waits]
-    return Doubts(
-        barriers=tuple(operator_name(nodes[i]) for i in captured.barriers),
-        guesses=(*waits, *(operator_name(node) for node in nodes if is_guess(node))),
-    )
 
 
 def check_options(**given: Any) -> None:
@@ -209,7 +213,7 @@ def check_options(**given: Any) -> None:
     for name in ("bucket", "split", "offload"):
         if not isinstance(given.get(name, True), bool):
             raise ValueError(f"{name} must be True or False, got {given[name]!r}")
-    for name in ("memory_budget", "effort"):
+    for name in ("memory_budget", "effort", "multiplier"):
         value = given.get(name)
         if value is None:
             continue
@@ -217,9 +221,6 @@ def check_options(**given: Any) -> None:
             raise ValueError(f"{name} must be a number below 2**63, got {value!r}")
         if name == "effort" and value % 1:
             raise ValueError(f"{name} must be a whole number, got {value}")
-    multiplier = given.get("multiplier", 1.0)
-    if isinstance(multiplier, bool) or not isinstance(multiplier, numbers.Real):
-        raise ValueError(f"the multiplier must be a number, got {multiplier!r}")
     if given.get("sizes") is not None:
         check_sizes(given["sizes"])
 
@@ -270,14 +271,7 @@ def _bucket_price(captured: Captured, cost: Cost) -> Callable[[Sequence[int]], f
     def price(starts: Sequence[int]) -> float:
         if merged is None:
             return math.fsum(contracted.dag.nodes[i].ms for i in starts)
-        nodes = [captured.nodes[contracted.members[i][0]] for i in starts]
-        try:
-            return float(merged(nodes))
-        except GraphError:
-            raise
-        except Exception as error:
-            text = f"the cost of a bucket of {nodes} is not known: {type(error).__name__}: {error}"
-            raise GraphError(nodes[0].name, text) from error
+        return float(merged([captured.nodes[contracted.members[i][0]] for i in starts]))
 
     return price
 
@@ -291,22 +285,12 @@ def _with_merged_waits(gm: fx.GraphModule) -> fx.GraphModule:
     return merged
 
 
-def _captured(gm: fx.GraphModule, cost: Cost) -> Captured:
-    """`to_dag` with longer errors for what is no graph, and for missing metadata."""
+def _captured(gm: fx.GraphModule, cost: Cost, links: Mapping[str, str] | None = None) -> Captured:
+    """`to_dag`, with an error for what is no graph."""
     if not isinstance(gm, fx.GraphModule):
         raise TypeError(
             f"expected an fx.GraphModule of ATen operators, got {type(gm).__name__}: pass the graph_module of a "
             "program of torch.export, or the graphs that on_result= of overlap.backend receives"
         )
-    try:
-        return to_dag(gm, cost)
-    except GraphError as error:
-        if NO_VALUE not in str(error):
-            raise
-        text = (
-            f'{NO_VALUE}. Saved graphs lose it, ShapeProp makes only "tensor_meta", and torch.export omits it for '
-            "nodes that it adds. Make it with "
-            "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True))"
-            ".propagate(*inputs), or give the inputs to overlap.graph_pass"
-        )
-        raise GraphError(error.node, text) from error
+    captured = to_dag(gm, cost)
+    return captured if links is None else dataclasses.replace(captured, dag=captured.dag.with_links(links))

@@ -6,11 +6,11 @@ fx graph, costs ─► copy ─► torch._inductor.fx_passes.overlap_scheduling 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.engine import Timeline, simulate
-from spanwise.overlap.fx.capture import relabel
+from spanwise.overlap.fx.capture import CaptureConfig, capture, relabel
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.operators import Cost, tensors_of
 
@@ -54,9 +54,8 @@ def pytorch_order(
     try:
         if move:
             relabel(ours, torch.device("cpu"))
+        _warm_up(bucket)
         with _groups(ranks), _quiet():
-            # Warm up on a small graph: imports take longer than the pass.
-            _torch.torch_overlap_pass(_tiny(ranks), lambda node, size: 1.0, bucket=bucket)
             began = time.process_time()
             done = _torch.torch_overlap_pass(ours, estimate, bucket=bucket)
             seconds = time.process_time() - began
@@ -66,28 +65,13 @@ def pytorch_order(
     return simulate(to_dag(done, cost).dag), seconds
 
 
-def _tiny(ranks: Mapping[str, Sequence[int]]) -> fx.GraphModule:
-    """A graph of a few products and two gathers of one group, which the pass puts into a bucket."""
-    ops, graph = torch.ops, fx.Graph()
-    group = min(ranks, default=None)
-
-    def call(op: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(op, args)
-        node.meta["val"] = op(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
-        return node
-
-    with _torch.fake_mode():
-        x, *shards = (graph.placeholder(name) for name in "xab")
-        for node in (x, *shards):
-            node.meta["val"] = torch.empty(8, 8)
-        found = [call(ops.aten.mm.default, x, x)]
-        if group is not None:
-            gather, wait = ops._c10d_functional.all_gather_into_tensor.default, ops._c10d_functional.wait_tensor.default
-            starts = [call(gather, shard, len(ranks[group]), group) for shard in shards]
-            found.append(call(ops.aten.mm.default, found[0], x))
-            found += [call(wait, start) for start in starts]
-        graph.output(tuple(found))
-    return fx.GraphModule({}, graph)
+@functools.cache
+def _warm_up(bucket: bool) -> None:
+    """Run the pass on a small graph: its imports take longer than the pass."""
+    config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
+    small = capture(config)
+    with _groups({small.axes["dp"].name: (0, 1)}), _quiet():
+        _torch.torch_overlap_pass(small.forward, lambda node, size: 1.0, bucket=bucket)
 
 
 @contextmanager

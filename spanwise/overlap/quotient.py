@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.scheduler import Ints
+from spanwise.overlap.engine import Ints
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,11 +28,6 @@ class Quotient:
 
     dag: Dag
     members: tuple[tuple[int, ...], ...]
-
-    @property
-    def launches(self) -> int:
-        """Number of collectives that are started."""
-        return len(self.dag.starts)
 
     def expand(self, order: Iterable[int]) -> list[int]:
         """The nodes that an order of the new dag stands for."""

@@ -15,34 +15,31 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from spanwise.overlap.bounds import Bounds, heads, lower_bounds, tails
 from spanwise.overlap.dag import Dag, Kind, positions
-from spanwise.overlap.engine import Timeline, simulate
-from spanwise.overlap.scheduler import Engine, Floats, Ints, Rule, Run
+from spanwise.overlap.engine import Engine, Floats, Ints, Rule, Run, Timeline, simulate
 
 GIB = 2**30
 OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
 # Nodes issued in all schedules of one budget together, and the fewest and most schedules.
-_ISSUED, _FEWEST, _MOST = 50_000, 16, 500
-# Rules of list schedules; queue and lead are shares of the bound.
-_EAGER, _PACED = Rule(), Rule(1 / 32, 5 / 64)
+_ISSUED, FEWEST, _MOST = 50_000, 16, 500
+# Rules of list schedules; `Rule.ahead` is a share of the bound. Without the paced rule, a random step is 37 % longer.
+_EAGER, _PACED = Rule(), Rule(ahead=5 / 64)
 _GREEDY, _EARLY, _LATE = (Rule(queue, safely=False) for queue in (0.0, math.inf, -math.inf))
 _RULES, _RANDOM = (_EAGER, _GREEDY, _PACED, _LATE), (_GREEDY, _EARLY, _LATE)
 # Budgets that are searched, in percent of the own order's peak; after these any memory. Orders that are made in little
 # memory are often short in more, too.
-_BUDGETS = (100, 105, 110, 125, 150, 200)
-# List schedules by random priorities, before most passes; at most so many that tries are left for these. With 60 for
-# all graphs, none were, and a step of 1,649 nodes was 5 % longer than PyTorch's.
-_LISTS, _PASSES = 60, 40
-_FRONT = 6  # schedules that are improved, and from which noise starts
-_REBASED = 8  # restarts after which the best order becomes the known one, which says what is safe
+_BUDGETS = (100, 110, 125, 150, 200)
+_CHANCE = 4  # of how many orders one is a list by random priorities; without, steps of DLRM are 1 % longer
+# Schedules that are improved, and from which noise starts. After each has had a turn, the best order becomes the known
+# one, which says what is safe.
+_FRONT = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,32 +50,28 @@ class Schedule:
         timeline: of that order, with the costs as they were given.
         before: of the order to improve on: the one given, the graph's own, or that of `low_memory_order`.
         budget: most bytes that the order was allowed.
+        bounds: lower bounds on every order, memory ignored.
     """
 
     timeline: Timeline
     before: Timeline
     budget: int
+    bounds: Bounds
 
     @property
     def order(self) -> list[int]:
         """Nodes as they should be issued."""
         return self.timeline.order.tolist()
 
-    @functools.cached_property
-    def bounds(self) -> Bounds:
-        """Lower bounds on every order, memory ignored."""
-        return lower_bounds(self.timeline.dag)
 
-
-def default_budget(dag: Dag, order: Sequence[int] | None = None) -> int:
-    """Bytes: the peak of an order (default: the graph's own) plus the larger of 1 GiB and a twentieth of the peak."""
-    peak = dag.peak_bytes(order)
+def default_budget(peak: int) -> int:
+    """Bytes: the peak of the graph's own order plus the larger of 1 GiB and a twentieth of it."""
     return peak + max(GIB, peak // 20)
 
 
 def default_effort(dag: Dag) -> int:
     """Number of orders to try: the larger the graph, the fewer."""
-    return min(_MOST, max(_FEWEST, _ISSUED // max(1, len(dag))))
+    return min(_MOST, max(FEWEST, _ISSUED // max(1, len(dag))))
 
 
 def schedule(
@@ -121,11 +114,15 @@ def schedule(
     if budget is not None and before.peak_bytes > budget:
         before = simulate(dag, low_memory_order(dag, budget))
     own = before.peak_bytes
-    budget = default_budget(dag, before.order.tolist()) if budget is None else budget
+    budget = default_budget(own) if budget is None else budget
+    bounds = lower_bounds(dag)
     if not effort:
-        return Schedule(before, before, budget)
-    slower = dag.slower(multiplier)
-    floor = lower_bounds(slower).makespan
+        return Schedule(before, before, budget, bounds)
+    slower = dag
+    if multiplier != 1.0:
+        nodes = (dataclasses.replace(n, ms=n.ms * multiplier) if n.kind == Kind.START else n for n in dag.nodes)
+        slower = Dag(tuple(nodes), dag.storages)
+    floor = (bounds if slower is dag else lower_bounds(slower)).makespan
     best = _Best(dag, slower, before, budget, OPTIMAL * floor)
     searches = [_Search(slower, best, floor)]
     searches = [searches[0].within(rung) for rung in ([budget] if is_given else _budgets(own, budget))]
@@ -139,12 +136,12 @@ def schedule(
                 break  # nothing was refused for memory: a larger budget would find the same
             lower = search
     found = before if best.order is before.order else simulate(dag, best.order.tolist())
-    return Schedule(found, before, budget)
+    return Schedule(found, before, budget, bounds)
 
 
 def _budgets(own: int, budget: int) -> list[float]:
     """Budgets up to the given one, ascending, and any memory after them; they depend on the own peak alone."""
-    found = sorted({*(own * percent // 100 for percent in _BUDGETS), own + max(GIB, own // 20)})
+    found = sorted({*(own * percent // 100 for percent in _BUDGETS), default_budget(own)})
     return [rung for rung in found if rung <= budget] + [math.inf] * (budget >= own * _BUDGETS[-1] // 100)
 
 
@@ -222,7 +219,7 @@ class _Search:
     def _samples(self) -> Iterator[None]:
         by_rule = [[(priorities, rule, False) for priorities in self.priorities] for rule in _RULES]
         by_wait = [(priorities, _EAGER, True) for priorities in self.priorities]
-        count = min(_LISTS, max(0, default_effort(self.dag) - _PASSES))
+        count = default_effort(self.dag) // _CHANCE
         lists = [(_uniform(-seed, len(self.dag)), _RANDOM[seed % len(_RANDOM)], False) for seed in range(count)]
         first, more = by_rule[0] + by_rule[1], [trial for of_rule in by_rule[2:] for trial in of_rule] + by_wait
         for trials, most in ((first, 1), (more + lists, _FRONT)):
@@ -236,12 +233,12 @@ class _Search:
                     yield from self._improved(*tried[share])
         self.front = sorted(self.front, key=lambda sample: sample[1].makespan)[:_FRONT]
         for number in itertools.count():
-            if number % _REBASED == _REBASED - 1:
+            if number % _FRONT == _FRONT - 1:
                 self._rebase()
             draw = _integers(number, 4)
             at, rule = number % max(1, len(self.front)), _RULES[int(draw[2] % len(_RULES))]
             priorities = noise = _uniform(number, len(self.dag))
-            if draw[0] % 4 == 0 or not self.front:
+            if draw[0] % _CHANCE == 0 or not self.front:
                 at, rule = len(self.front) - 1, _RANDOM[int(draw[2] % len(_RANDOM))]
             else:
                 priorities, found = self.front[at]
@@ -276,7 +273,7 @@ class _Search:
         self.front.append((priorities, found))
 
     def _try(self, priorities: Floats, rule: Rule, by_priority: bool = False, longest: float = math.inf) -> _Sample:
-        rule = Rule(rule.queue * self.floor, rule.ahead * self.floor, rule.safely, by_priority)
+        rule = rule._replace(ahead=rule.ahead * self.floor, wait_by_priority=by_priority)
         found = self.engine.forward(priorities, rule, longest)
         self.needed = max(self.needed, found.needed)
         if (found.makespan, found.peak) < (self.ours.makespan, self.ours.peak):

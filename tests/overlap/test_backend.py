@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import base64
 import functools
 import itertools
-import json
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,16 +16,13 @@ import torch.distributed as dist
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from spanwise.hardware import H100, H200
-from spanwise.overlap import _torch, consensus
-from spanwise.overlap.backend import Backend, _implicit, _is_tied, backend
+from spanwise.overlap import _torch
+from spanwise.overlap.backend import Backend, _implicit, backend
 from spanwise.overlap.costs.roofline import node_flops
 from spanwise.overlap.fx import operators
-from spanwise.overlap.fx.sizes import assumed
 from spanwise.overlap.optimize import Result
 from tests.overlap.programs import Cost
 
@@ -141,14 +135,6 @@ def test_what_is_tied_follows_what_is_tied_before_it_unless_data_say_so() -> Non
     assert _implicit(graph, [first, other, of_first, by_data]) == {other: [first], of_first: [other]}
 
 
-def test_operators_that_inductor_calls_are_tied_and_what_it_fuses_is_not() -> None:
-    graph = fx.Graph()
-    operands = [graph.placeholder(name) for name in "xy"]
-    assert _is_tied(graph.call_function(torch.ops.quantized.add_relu.default, (*operands, 1.0, 0)))
-    assert not _is_tied(graph.call_function(torch.ops.aten.add.Tensor, tuple(operands)))
-    assert not _is_tied(operands[0])
-
-
 def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
     results: list[Result] = []
     codes = compiled(group, backend("inductor", cost=Cost(), bucket=False, on_result=results.append))
@@ -202,26 +188,6 @@ def test_a_decoder_layer_keeps_order_and_fusion(group: str) -> None:
         assert kernels(ours) <= pointwise // 3
 
 
-def test_order_of_what_inductor_does_in_place(group: str) -> None:
-    """An all-reduce becomes one in place, on a copy where somebody else reads what it is given."""
-
-    def reduced(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        first, second, third = weights
-        sums = [_torch.wait(_torch.start_all_reduce(y, "sum", group)) for y in (x @ first, (x @ second).relu())]
-        for _ in range(3):
-            x = x @ third
-        return x.sum() + sum(y.sin().sum() for y in sums)
-
-    results: list[Result] = []
-    sizes = ((BATCH, 32), (32, 48), (32, 80), (32, 32))
-    with torch.no_grad():
-        run = torch.compile(reduced, backend=backend(cost=Cost(1.5), bucket=False, on_result=results.append))
-        (code,) = run_and_get_code(run, *(torch.randn(size) for size in sizes))[1]
-    assert [(name.rstrip("_"), shape) for name, shape in called(code)] == scheduled(results[0])
-    names = [name for name, _ in called(code)]
-    assert names.index("wait_tensor") > names.index("all_reduce_") + 2
-
-
 def test_compiling_again_hits_the_cache_and_other_options_or_costs_miss(group: str) -> None:
     def misses_and_hits(**options: Any) -> tuple[int, int]:
         torch._dynamo.reset()
@@ -252,41 +218,6 @@ def test_a_fingerprint_covers_costs_options_groups_and_the_source(group: str, mo
     assert len({first, *others}) == 1 + len(others)
 
 
-def test_mode_and_options_go_on_to_inductor(group: str) -> None:
-    use = backend("inductor", cost=Cost(), bucket=False)
-    assert all("assert_size_stride(" in code for code in compiled(group, use))
-    codes = compiled(group, use, options={"size-asserts": False})
-    assert not any("assert_size_stride(" in code for code in codes)
-    with pytest.raises(RuntimeError, match="Unrecognized mode=fastest"):
-        compiled(group, use, mode="fastest")
-    with pytest.raises(Exception, match='"aot_eager" takes no mode and no options, got mode=None, options={'):
-        compiled(group, backend("aot_eager", cost=Cost()), options={"max_fusion_size": 1})
-
-
-def test_graphs_without_collectives_are_inductors_own(group: str) -> None:
-    def mean(x: torch.Tensor) -> torch.Tensor:
-        return F.silu(x @ x.t()).mean()
-
-    codes = []
-    for use in (backend("inductor", cost=Cost(), on_result=lambda result: pytest.fail("scheduled")), "inductor"):
-        torch._dynamo.reset()
-        codes.append(run_and_get_code(torch.compile(mean, backend=use), torch.randn(8, 8))[1])
-    ours, theirs = ([code.split("\n", 1)[1] for code in each] for each in codes)  # the first line counts graphs
-    assert ours == theirs
-
-
-def test_passes_that_are_configured_run_before(group: str) -> None:
-    seen: list[int] = []
-
-    def earlier(graph: fx.Graph) -> None:
-        seen.append(len(graph.find_nodes(op="call_function", target=torch.ops.spanwise.agree.default)))
-
-    with torch._inductor.config.patch(post_grad_custom_post_pass=earlier):
-        codes = compiled(group, backend("inductor", cost=Cost()))
-    assert seen == [0, 0]
-    assert all("spanwise.agree" in code for code in codes)
-
-
 def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) -> None:
     for name in ("aot_eager", "inductor"):
         with pytest.raises(Exception, match="GraphError: node '.*': its cost must be finite and not negative, got nan"):
@@ -297,97 +228,6 @@ def test_what_cannot_be_scheduled_is_an_error_that_names_the_node(group: str) ->
             backend(cost=Cost(), **options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
         backend(cost=Cost(), budget=1)
-
-
-def test_checkpoints_that_draw_random_numbers(group: str) -> None:
-    """torch cuts nodes without metadata out of them."""
-
-    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        gathered = Gathered.apply(x, group)
-        return checkpoint(lambda a: F.dropout(a @ weight, 0.5).sin(), gathered, use_reentrant=False)
-
-    results: list[Result] = []
-    leaves = [torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)]
-    use = torch.compile(step, backend=backend("aot_eager", cost=Cost(), on_result=results.append))
-    use(*leaves).sum().backward()
-    names = [{node.name for node in result.before.dag.nodes} for result in results]
-    assert len(names) == 2 and "run_and_save_rng_state" in names[0] and "run_with_rng_state" in names[1]
-
-
-def told(*calls: tuple[Any, tuple[Any, ...]], shape: tuple[Any, ...] = (4, 8)) -> dict[str, list[str]]:
-    """Entries that ranks compare for a graph of these calls on one tensor, by group."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(shape)
-    for target, args in calls:
-        graph.call_function(target, (x, *args)).meta["val"] = torch.empty(shape)
-    graph.output(x)
-    node = consensus.insert(graph, {"costs": "none"})
-    if node is None:
-        return {}
-    assert node is next(n for n in graph.nodes if n.op == "call_function")
-    groups, digests, records = (arg.split() for arg in node.args)
-    assert [len(digest) for digest in digests] == [64] * len(groups)
-    unpacked = [json.loads(zlib.decompress(base64.b85decode(record))) for record in records]
-    assert all(record["facts"] == {"costs": "none"} for record in unpacked)
-    return {group: record["starts"] for group, record in zip(groups, unpacked, strict=True)}
-
-
-def test_what_ranks_compare() -> None:
-    ops = _torch.functional_collectives
-    assert told(
-        (ops.all_gather_into_tensor.default, (2, "dp")),
-        (torch.ops.aten.sin.default, ()),
-        (ops.all_reduce.default, ("max", "tp")),
-        (ops.isend.default, (1, 0, "pp")),  # senders and receivers differ from rank to rank
-        (ops.all_to_all_single.default, ([1, 3], [2, 2], "dp")),  # and so does how much each one sends here
-        (torch.ops._dtensor.shard_dim_alltoall.default, (0, 1, "tp")),
-    ) == {
-        "dp": [
-            "1. all_gather_into_tensor (traced as 1) float32 [4, 8]",
-            "3. all_to_all_single (traced as 3) float32 [?, 8]",
-        ],
-        "tp": [
-            "2. all_reduce (traced as 2) max float32 [4, 8]",
-            "4. shard_dim_alltoall (traced as -) float32 [?, ?]",
-        ],
-    }
-    assert told((ops.isend.default, (1, 0, "pp")), (torch.ops.aten.sin.default, ())) == {}
-
-
-def test_open_sizes_are_numbers_while_a_graph_is_scheduled_and_open_again_afterwards() -> None:
-    def views(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        wide = torch.cat([x, y])
-        return wide[1:].t(), wide.view(torch.int32), wide.new_zeros(3, 5), wide.sum(0)
-
-    gm = make_fx(views, tracing_mode="symbolic")(torch.randn(6, 4), torch.randn(7, 4))
-    before = [node.meta.get("val") for node in gm.graph.nodes]
-    whole, views_, fixed = (
-        [n for n in gm.graph.nodes if n.name.startswith(name)] for name in ("cat", ("t", "view"), "new_zeros")
-    )
-    with assumed(gm, 16):
-        assert whole[0].meta["val"].shape == (32, 16)
-        (storage,) = {operators.storage_of(n.meta["val"]) for n in (*whole, *views_)}
-        assert views_[0].meta["val"].untyped_storage().nbytes() == 32 * 16 * 4
-        assert {tuple(n.meta["val"].shape) for n in views_} == {(16, 31), (32, 16)}
-        assert operators.storage_of(fixed[0].meta["val"]) != storage
-        assert all(type(size) is int for n in gm.graph.nodes for t in operators.tensors_of(n) for size in t.shape)
-    assert all(node.meta.get("val") is value for node, value in zip(gm.graph.nodes, before, strict=True))
-
-
-def test_open_sizes_that_come_out_as_none_or_contradict_each_other() -> None:
-    """A negative size becomes 0; a view reaches as far as its own sizes."""
-
-    def cut(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.new_empty(x.shape[0] - 9, 4), torch.as_strided(y, (2 * x.shape[0] - 11, 4), (4, 1))
-
-    gm = make_fx(cut, tracing_mode="symbolic")(torch.randn(12, 4), torch.randn(52))
-    (none,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.new_empty.default)
-    (view,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
-    with assumed(gm, 5):
-        assert none.meta["val"].shape == (0, 4)
-    with assumed(gm, 15):
-        assert view.meta["val"].shape == (19, 4) and view.meta["val"].untyped_storage().nbytes() == 19 * 4 * 4
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise import H100, overlap
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.costs.timing import why_not
 from spanwise.overlap.dag import Kind
-from spanwise.overlap.fx.graph import Captured, to_dag
-from spanwise.overlap.search import schedule
+from spanwise.overlap.fx.graph import to_dag
 
 pytest.importorskip("torch._functorch._activation_offloading.offload_ops", reason="this torch has no offloads")
 AO, ATEN = torch.ops.ao, torch.ops.aten
@@ -68,10 +66,6 @@ def forward() -> fx.GraphModule:
     )
 
 
-def names(captured: Captured, order: list[int]) -> list[str]:
-    return [captured.dag.nodes[i].name for i in order]
-
-
 def test_copies_between_devices_are_priced_by_their_link() -> None:
     cost = CostModel(HARDWARE)
     gm = graph(
@@ -116,22 +110,6 @@ def test_offloads_and_reloads_are_starts_and_waits_of_two_streams() -> None:
     ] * 2
 
 
-def test_a_reader_stays_before_the_wait_that_frees_its_memory() -> None:
-    gm = graph(
-        ("kept", ATEN.sin.default, ("x",)),
-        ("off", AO.offload.default, ("kept",)),
-        ("reader", ATEN.mm.default, ("kept", "x")),
-        ("gone", AO.wait_tensor.default, ("off", "kept")),
-        ("mm", ATEN.mm.default, ("x", "x")),
-        ("mm_1", ATEN.add.Tensor, ("mm", "reader")),
-    )
-    captured = to_dag(gm, CostModel(HARDWARE))
-    order = names(captured, schedule(captured.dag, budget=2**40).order)
-    assert order.index("reader") < order.index("gone")
-    number = {node.name: i for i, node in enumerate(captured.dag.nodes)}
-    assert number["reader"] in captured.dag.nodes[number["gone"]].deps
-
-
 def test_an_offload_hides_behind_compute_and_frees_memory_in_time() -> None:
     gm = forward()
     slow = CostModel(HARDWARE, rates={torch.float32: 0.02})
@@ -144,21 +122,3 @@ def test_an_offload_hides_behind_compute_and_frees_memory_in_time() -> None:
     assert "off" in result.report() or "hidden" in result.report()
     tight = overlap.optimize(gm, slow, memory_budget=before.peak_bytes)
     assert tight.timeline.peak_bytes <= before.peak_bytes <= overlap.optimize(gm, slow).timeline.peak_bytes
-
-
-def test_pytorchs_own_offloads_schedule() -> None:
-    """A forward whose graph torch's operators made, with the pattern of its partitioner."""
-
-    def step(x: torch.Tensor) -> Any:
-        saved = x.sin()
-        off = AO.offload(saved)
-        y = saved @ x
-        off = AO.wait_tensor(off, saved)
-        return y @ x, off
-
-    gm = make_fx(step, tracing_mode="fake")(torch.ones(8, 8))
-    captured = to_dag(gm, lambda node: 1.0)
-    assert captured.dag.streams == ("to host",) and len(captured.dag.wait_of) == 1
-    result = overlap.optimize(gm, lambda node: 1.0)
-    assert result.timeline.makespan <= result.before.makespan
-    assert overlap.graph_pass(cost=lambda node: 1.0)(gm, ()) is not gm

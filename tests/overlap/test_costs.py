@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -327,25 +326,6 @@ def test_merged_collectives_pay_latency_once(kind: str, ranks: tuple[int, ...]) 
     saved = (3 * 2 if kind == "all_reduce" else 3) * HARDWARE.links[ranks is not INSIDE].latency
     assert model.merged(calls) == pytest.approx(sum(map(model, calls)) - 1e3 * saved)
     assert CostModel(HARDWARE, ranks={"g": (3,)}).merged(calls) == 0
-
-
-def test_groups_of_this_process_are_known_and_others_are_not() -> None:
-    dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=16)
-    try:
-        group = dist.new_group([0, 8])
-
-        def function(x: torch.Tensor) -> Any:
-            return OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, _torch.group_name(group)))
-
-        gm = make_fx(function, tracing_mode="fake")(empty(1000))
-        captured = to_dag(gm, CostModel(HARDWARE))
-        assert [n.ms for n in captured.dag.nodes] == [pytest.approx(10 + 4000 / 1e8 * 1e3), 0]
-    finally:
-        dist.destroy_process_group()
-    with pytest.raises(
-        GraphError, match="node 'all_gather_into_tensor': its cost is not known: ValueError: no process"
-    ):
-        to_dag(gm, CostModel(HARDWARE))
 
 
 STEP = CaptureConfig(

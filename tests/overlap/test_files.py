@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,17 +40,7 @@ def test_sizes_of_groups() -> None:
     }  # fmt: skip
 
 
-@pytest.fixture
-def warned() -> Iterator[list[logging.LogRecord]]:
-    """Messages of torch's program loader."""
-    logger, handler, records = logging.getLogger("torch.export"), logging.Handler(), []
-    handler.emit = records.append
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
-
-
-def test_files_that_hold_no_graphs(tmp_path: Path, warned: list[logging.LogRecord]) -> None:
+def test_files_that_hold_no_graphs(tmp_path: Path) -> None:
     path = tmp_path / "g"
     save_graphs(path, {"one": torch.fx.symbolic_trace(torch.nn.ReLU())})
     data = path.read_bytes()
@@ -61,23 +49,3 @@ def test_files_that_hold_no_graphs(tmp_path: Path, warned: list[logging.LogRecor
         path.write_bytes(content)
         with pytest.raises(ValueError, match="holds no graphs"):
             load_graphs(path)
-    assert warned == [], "torch's loader of programs sees none of them"
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
-def test_a_program_by_any_name(tmp_path: Path, warned: list[logging.LogRecord]) -> None:
-    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(2),)), tmp_path / "m.pt2")
-    path = (tmp_path / "m.pt2").rename(tmp_path / "m")
-    warned.clear()
-    assert list(load_graphs(path).graphs) == ["graph"]
-    assert warned == []
-    torch.export.load(path)
-    assert warned, "of a path it warns"
-
-
-def test_what_saving_takes(tmp_path: Path) -> None:
-    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
-    for given in (gm, {"g": torch.nn.ReLU()}):
-        with pytest.raises(ValueError, match="must be a mapping from names to fx.GraphModule, .* got .*ReLU"):
-            save_graphs(tmp_path / "g", given)  # type: ignore[arg-type]
-    assert not (tmp_path / "g").exists()

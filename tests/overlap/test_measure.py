@@ -1,10 +1,8 @@
-"""Measured costs: what is timed and how often, files of times, fused chains, merged collectives, refusals."""
+"""Measured costs: what is timed and how often, fused chains, merged collectives, refusals."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +53,7 @@ def test_each_operator_is_timed_once_per_shape_stride_and_dtype() -> None:
     captured = to_dag(gm, measured)
     ms = {n.name: n.ms for n in captured.dag.nodes}
     assert ms["mm"] == ms["mm_1"] and len({ms[name] for name in ("mm", "mm_2", "mm_3", "mm_4")}) == 4
-    assert ms["t"] == 0 and measured.timed == 6 and not measured.left_out
+    assert ms["t"] == 0 and len(measured.table) == 6 and not measured.left_out
 
 
 def test_the_clock_runs() -> None:
@@ -112,19 +110,15 @@ def test_what_cannot_be_run_needs_a_model(function: Callable[..., Any], reason: 
     assert measured(node) == model(node)
 
 
-def test_what_torch_refuses_is_left_out_with_its_words() -> None:
+def test_what_torch_refuses_is_left_out() -> None:
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(4, 4)
-    wrong = graph.call_function(ATEN.mm.default, (x, graph.placeholder("y")))
-    y = next(n for n in graph.nodes if n.name == "y")
-    y.meta["val"] = torch.empty(3, 3)
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = torch.empty(4, 4), torch.empty(3, 3)
+    wrong = graph.call_function(ATEN.mm.default, (x, y))
     wrong.meta["val"] = torch.empty(4, 3)
     graph.output(wrong)
     gm = fx.GraphModule(torch.nn.Module(), graph)
-    with pytest.raises(
-        GraphError, match="node 'mm_default': it cannot be measured: RuntimeError: (mm: )?mat1 and mat2"
-    ):
+    with pytest.raises(GraphError, match="node 'mm_default': it cannot be measured: RuntimeError"):
         measure(gm)
     assert measure(gm, fallback={"mm_default": 3.0})(wrong) == 3.0
 
@@ -146,42 +140,6 @@ def test_fused_chains_pay_for_the_bytes_that_one_kernel_moves() -> None:
     assert node_bytes(next(n for n in gm.graph.nodes if n.name == "mul"), fuse=False) == 192
 
 
-# Files.
-
-
-def test_a_file_is_read_before_the_clock(tmp_path: Path) -> None:
-    gm, path = traced(products, torch.randn(8, 8), torch.randn(8, 8)), tmp_path / "deep" / "costs.json"
-    first = measure(gm, cache=path, timer=Clock())
-    clock, written = Clock(), path.read_bytes()
-    again = measure(gm, cache=path, timer=clock)
-    assert first.timed == 6 and again.timed == 0 and not clock.seen
-    assert dict(again.table) == dict(first.table) and again.uuid() == first.uuid() and path.read_bytes() == written
-    # Another graph shares what it has in common.
-    more = traced(lambda x, y: (x @ y).sin(), torch.randn(8, 8), torch.randn(8, 8))
-    assert measure(more, cache=path, timer=clock).timed == 1 and clock.seen == ["sin"]
-    assert len(json.loads(path.read_text())) == 7
-    assert dict(measure(more, gm, timer=Clock()).table).keys() == {*first.table, *measure(more, timer=Clock()).table}
-    assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
-
-
-def test_times_of_other_devices_are_kept_and_not_used(tmp_path: Path) -> None:
-    gm, path = traced(lambda x: x.sin(), torch.rand(4)), tmp_path / "costs.json"
-    measure(gm, cache=path, timer=Clock())
-    content = {f"another {key}": ms for key, ms in json.loads(path.read_text()).items()}
-    path.write_text(json.dumps(content))
-    assert measure(gm, cache=path, timer=Clock()).timed == 1
-    assert json.loads(path.read_text()).keys() > content.keys()
-
-
-def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    for text in ("{", "[]", '{"mm": NaN}', '{"mm": {"cpu": 1}}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"costs\.json is not a file of measured costs"):
-            measure(traced(lambda x: x.sin(), torch.rand(4)), cache=path, timer=Clock())
-        assert path.read_text() == text
-
-
 # Collectives, priced from a table.
 
 
@@ -198,20 +156,29 @@ def starts(sizes: list[int], group: str = "g") -> tuple[list[fx.Node], fx.Node]:
     return found, merged
 
 
-def test_merged_collectives_pay_their_latency_once() -> None:
+class Latency:
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def __call__(self, node: fx.Node) -> float:
+        return 2.0
+
+    def latency(self, node: fx.Node) -> float:
+        return self.ms
+
+
+def test_merged_collectives_pay_the_latency_of_the_fallback_once() -> None:
     nodes, merged = starts([4, 8, 4])
     gathers = "_c10d_functional.all_gather_into_tensor.default"
     table = {f"{gathers}(input=float32[{n}], group_size=2) over +0, +8": float(n) for n in (4, 8)}
-    table[f"latency of {gathers} over +0, +8"] = 1.5
     for ranks in ((0, 8), (3, 11)):  # alike, wherever they begin
-        measured = Measured(table, ranks={"g": ranks})
+        measured = Measured(table, Latency(1.5), ranks={"g": ranks})
         assert [measured(n) for n in nodes] == [4, 8, 4]
         assert measured.merged(nodes) == measured(merged) == 16 - 2 * 1.5
-        assert measured.merged(nodes[:1]) == 4
+        assert measured.merged(nodes[:1]) == 4 and Measured(table, ranks={"g": ranks}).merged(nodes) == 16
     # Of a latency that is longer than a member no more than that one takes can be saved.
     for latency, sizes, ms in ((5.0, [8, 8, 4], 12), (100.0, [4, 8, 4], 8)):
-        slow = {**table, f"latency of {gathers} over +0, +8": latency}
-        assert Measured(slow, ranks={"g": (0, 8)}).merged(starts(sizes)[0]) == ms
+        assert Measured(table, Latency(latency), ranks={"g": (0, 8)}).merged(starts(sizes)[0]) == ms
     with pytest.raises(GraphError, match="node 'all_gather_into_tensor_default': it was not measured"):
         Measured(table, ranks={"g": (0, 1)})(nodes[0])
     model = CostModel(CPU_HOST, ranks={"g": (0, 1)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -16,8 +15,6 @@ from hypothesis import given, settings, strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.fx.passes.shape_prop import ShapeProp
-from torch.nn import functional as F
 
 from spanwise import H100, overlap
 from spanwise.overlap import _torch
@@ -142,17 +139,6 @@ def errors(gm: fx.GraphModule, cost: Any = costs, **options: Any) -> GraphError:
     return caught.value
 
 
-def test_a_cycle_is_refused() -> None:
-    gm = made(gathered, torch.ones(4, 4))
-    sin, cos = (next(n for n in gm.graph.nodes if n.target == op) for op in (ATEN.sin.default, ATEN.cos.default))
-    sin.args, cos.args = (cos,), (sin,)
-    error = errors(gm)
-    assert error.node == "sin" and "'cos', which does not come before it" in str(error)
-    for function in (overlap.simulate, overlap.lower_bound):
-        with pytest.raises(GraphError, match="'cos'"):
-            function(gm, costs)
-
-
 def test_the_report_tells_of_barriers_and_guesses() -> None:
     @torch.library.custom_op("spanwise_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +187,7 @@ def test_sizes_stand_for_symbols() -> None:
         for module in (gm, made(function, *given)):
             with pytest.raises(ValueError, match=r"sizes must be whole numbers of at least 1.*, got "):
                 overlap.optimize(module, cost, sizes=wrong)  # type: ignore[arg-type]
-    with pytest.raises(GraphError, match=r"give numbers: sizes=\{'s\d+': …, 's\d+': …\}"):
+    with pytest.raises(GraphError, match="is symbolic; give numbers"):
         overlap.optimize(gm, cost)
 
 
@@ -223,35 +209,6 @@ def test_what_no_graph_allows_is_refused() -> None:
             with pytest.raises(TypeError, match=r"expected an fx\.GraphModule of ATen operators, got"):
                 function(other, costs)  # type: ignore[arg-type]
     assert state(gm) == before
-
-
-def test_graphs_without_any_metadata_say_how_to_get_it() -> None:
-    x = torch.ones(4, 4)
-    shaped = fx.symbolic_trace(lambda x: ATEN.cos.default(ATEN.sin.default(x)))
-    ShapeProp(shaped).propagate(x)
-    assert "tensor_meta" in next(n for n in shaped.graph.nodes if n.op == "call_function").meta
-    gm = made(lambda x: gathered(x), x)  # annotations as text cannot be saved
-    saved = io.BytesIO()
-    torch.save(gm, saved)
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=False)
-    for graph in (shaped, loaded):
-        assert ".FakeTensorProp(gm, FakeTensorMode(" in str(errors(graph))
-        FakeTensorProp(graph, _torch.fake_mode()).propagate(x)
-    of_loaded, of_gm = overlap.optimize(loaded, costs), overlap.optimize(gm, costs)
-    assert of_loaded.timeline.makespan == of_gm.timeline.makespan < of_gm.before.makespan == 8
-    assert overlap.optimize(shaped, costs).timeline.makespan == 2
-
-
-def test_a_graph_without_collectives_or_without_anything_stays_as_it_is() -> None:
-    for function in (lambda x: (x.sin(), x.cos()), lambda x: x):
-        gm = made(function, torch.ones(4))
-        result = overlap.optimize(gm, costs)
-        assert result.graph_module.code == gm.code
-        same(
-            torch.utils._pytree.tree_leaves(result.graph_module(torch.ones(4))),
-            torch.utils._pytree.tree_leaves(gm(torch.ones(4))),
-        )
 
 
 class Priced:
@@ -325,9 +282,7 @@ def test_buckets_are_priced_by_the_cost() -> None:
             assert len(dag.starts) < len(result.before.dag.starts)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"), [(lambda: math.nan, "nan"), (lambda: -1.0, "-1"), (lambda: 1 / 0, "ZeroDivisionError")]
-)
+@pytest.mark.parametrize(("wrong", "text"), [(lambda: math.nan, "nan"), (lambda: -1.0, "-1")])
 def test_a_price_of_a_bucket_that_is_none_is_refused(wrong: Callable[[], float], text: str) -> None:
     gm = captured(0).backward
     error = errors(gm, Wrong(model_cost(captured(0)), wrong))
@@ -335,41 +290,6 @@ def test_a_price_of_a_bucket_that_is_none_is_refused(wrong: Callable[[], float],
 
 
 # Graphs from elsewhere.
-
-
-class Gathered(torch.autograd.Function):
-    """Rows of both ranks of a group; the gradient is summed and scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "dp"))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return OPS.wait_tensor(OPS.reduce_scatter_tensor(grad, "sum", 2, "dp"))
-
-
-def step(x: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    for shard in shards:
-        x = F.dropout(x @ Gathered.apply(shard), 0.5).sin()
-    return (x,)
-
-
-def test_joint_graphs_with_dropout() -> None:
-    x, shards = torch.randn(6, 4), [torch.randn(2, 4) for _ in range(3)]
-    with _torch.fake_mode() as mode:
-        fakes = [_torch.to_fake(mode, t).requires_grad_() for t in (x, *shards)]
-        joint = _torch.joint_graph(step, fakes)
-    result = overlap.optimize(joint, Priced(1))
-    names = [node.name for node in result.graph_module.graph.nodes]
-    assert result.timeline.makespan < result.before.makespan
-    drawn = [n for n in joint.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
-    assert len(drawn) == 3
-    assert [n for n in names if n in {node.name for node in drawn}] == [node.name for node in drawn]
-    inputs = [[x * (r + 1), *(shard * (r + 1) for shard in shards), torch.ones(6, 4)] for r in range(4)]
-    inputs = [of_rank[: sum(n.op == "placeholder" for n in joint.graph.nodes)] for of_rank in inputs]
-    for late in (False, True):
-        same(run(result.graph_module, inputs, late=late), run(joint, inputs))
 
 
 class Tower(torch.nn.Module):
@@ -404,27 +324,3 @@ def test_programs_of_torch_export() -> None:
     values = [n.meta["val"] for n in flat.graph.nodes if n.op == "placeholder"]
     inputs = [[torch.randn(v.shape) + r for v in values] for r in range(4)]
     same(run(overlap.optimize(flat, Priced(0)).graph_module, inputs), run(flat, inputs))
-
-
-def test_nothing_crosses_a_barrier_and_what_is_dead_stays() -> None:
-    def function(x: torch.Tensor) -> Any:
-        parts = []
-        for _ in range(3):
-            whole = OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "tp"))
-            parts += [whole.sum(), x.sin(), x.cos()]
-            ATEN._assert_async.msg((x > -1).all(), "must hold")
-        return parts[:-1]
-
-    gm = make_fx(function, tracing_mode="fake")(torch.ones(4, 4))
-
-    def halves(gm: fx.GraphModule) -> list[set[str]]:
-        found: list[set[str]] = [set()]
-        for node in gm.graph.nodes:
-            found[-1].add(node.name)
-            if node.target == ATEN._assert_async.msg:
-                found.append(set())
-        return found
-
-    result = overlap.optimize(gm, costs)
-    assert result.timeline.makespan < result.before.makespan
-    assert len(halves(gm)) == 4 and halves(result.graph_module) == halves(gm)

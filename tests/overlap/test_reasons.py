@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from spanwise.overlap.bounds import Reach, compute_of
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.engine import Timeline, simulate
-from spanwise.overlap.explain.reasons import Move, Reason, Why, hideable, reasons
+from spanwise.overlap.explain.reasons import Move, Why, reasons
 from tests.overlap.test_simulate import dags, orders
 
 C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
@@ -62,19 +62,6 @@ def test_too_little_independent_compute() -> None:
     b.compute("later", 5.0, "ws")
     timeline = simulate(b.dag())
     assert moves(timeline) == {"s": {Why.NO_COMPUTE: Move(2.5)}}
-    assert hideable(timeline.dag) == {3}
-    assert hideable(timeline.dag, [0, 1]) == set()
-
-
-def test_a_stream_that_others_use() -> None:
-    b = Build()
-    b.start("first", 4.0)
-    b.start("second", 3.0)
-    b.compute("a", 4.0)
-    b.wait("second")
-    b.compute("c", 9.0)
-    b.wait("first")
-    assert moves(simulate(b.dag())) == {"second": {Why.STREAM: Move(3.0, longer=-3.0)}}
 
 
 def late() -> Build:
@@ -95,28 +82,6 @@ def test_an_order_and_the_memory_that_it_takes() -> None:
     dag = late().dag()
     assert moves(simulate(dag)) == moves(simulate(dag), 150) == {"s": {Why.ORDER: Move(3.0, longer=-3.0)}}
     assert moves(simulate(dag), 149) == {"s": {Why.MEMORY: Move(3.0, longer=-3.0, more_bytes=1)}}
-
-
-def test_an_order_that_exposes_another() -> None:
-    """There is compute to hide one of two collectives; hidden by another order, the second exposes the first."""
-    b = Build()
-    b.start("s", 2.0)
-    b.compute("beside", 2.0)
-    b.wait("s")
-    b.start("t", 2.0, "ws")
-    b.wait("t")
-    dag = b.dag()
-    assert moves(simulate(dag)) == {"t": {Why.ORDER: Move(2.0)}}
-    assert hideable(dag) == {0, 3}
-    assert simulate(dag).counts() == {"hidden": 1, "partly": 0, "exposed": 1}
-
-
-def test_a_reason_in_words() -> None:
-    moves = {Why.ORDER: Move(3.0, longer=2.0), Why.MEMORY: Move(1.0, longer=-1.0, more_bytes=10**9)}
-    reason = Reason(4.01, {**moves, Why.DEPENDENCY: Move(0.01, needs="mm")})
-    assert str(reason) == "order of compute (3 ms; another makes the step 2 ms longer), memory budget (1 ms; 1 GB more)"
-    assert str(Reason(1.0, {Why.DEPENDENCY: Move(1.0, needs="mm")})) == "dependency (on mm)"
-    assert str(Reason(1.0, {Why.STREAM: Move(1.0, longer=-1.0)})) == "stream is saturated"
 
 
 def beside_no_compute(timeline: Timeline, start: int) -> float:
@@ -189,4 +154,3 @@ def test_independent_compute_by_hand(dag: Dag) -> None:
             if node.kind == C and i not in below[start] and (wait is None or wait not in below[i])
         ]
         assert ms == pytest.approx(sum(free))
-        assert (start in hideable(dag)) == (ms > 0)

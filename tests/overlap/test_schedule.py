@@ -13,8 +13,7 @@ from hypothesis import given, strategies as st
 
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.engine import simulate
-from spanwise.overlap.scheduler import Engine, Rule
+from spanwise.overlap.engine import Engine, Rule, simulate
 from spanwise.overlap.search import default_budget, low_memory_order, schedule
 from tests.overlap.test_simulate import dags, orders
 
@@ -53,14 +52,6 @@ def backward(layers: int, *, seed: int = 0, gradients: float = 1.6) -> Dag:
     return Dag(tuple(nodes), tuple(storages))
 
 
-def test_layers_hide_what_can_be_hidden() -> None:
-    dag = backward(32)
-    found = schedule(dag)
-    assert simulate(dag).makespan > 1.5 * found.timeline.makespan
-    assert found.timeline.makespan <= 1.03 * found.bounds.makespan
-    dag.check_order(found.order)
-
-
 @pytest.mark.parametrize("room", [0, 4, 8, 1000])
 def test_the_budget_holds_and_more_room_is_no_worse(room: int) -> None:
     dag = backward(16)
@@ -74,36 +65,9 @@ def test_the_budget_holds_and_more_room_is_no_worse(room: int) -> None:
         schedule(dag, budget=least - 1)
 
 
-def test_a_budget_below_the_own_order_is_refused_where_that_order_is_the_best() -> None:
-    dag = Dag((Node("a", C, 1.0),), (Storage(7, 0),))
-    with pytest.raises(
-        ValueError, match="takes 6 bytes at its peak: the graph's own takes 7, the least that was found 7"
-    ):
-        schedule(dag, budget=6)
-
-
 def test_the_default_budget_is_a_gibibyte_or_a_twentieth_above_the_own_order() -> None:
-    small = Dag((Node("a", C),), (Storage(7, 0),))
-    large = Dag((Node("a", C),), (Storage(2**40, 0),))
-    assert default_budget(small) == 7 + 2**30 and default_budget(large) == 2**40 + 2**40 // 20
-
-
-def test_results_needed_late_do_not_fill_memory() -> None:
-    """Casts of all layers' inputs are ready at the start; the memory has space for less than two layers of them."""
-    nodes, storages = [], []
-    previous: tuple[int, ...] = ()
-    for layer in range(40):
-        cast = len(nodes)
-        nodes += [
-            Node(f"cast {layer}", C, 0.1), Node(f"start {layer}", S, 1.0, (*previous, cast), "tp"),
-            Node(f"other {layer}", C, 1.0, previous), Node(f"wait {layer}", W, 0.0, (cast + 1,), start=cast + 1),
-            Node(f"matmul {layer}", C, 1.0, (cast + 3, cast)),
-        ]  # fmt: skip
-        storages += [Storage(10, cast, (cast + 4,)), Storage(1, cast + 1, (cast + 4,))]
-        previous = (cast + 4,)
-    dag = Dag(tuple(nodes), tuple(storages))
-    found = schedule(dag, budget=dag.peak_bytes() + 12)
-    assert found.timeline.makespan <= 1.02 * found.bounds.makespan and found.timeline.peak_bytes <= found.budget
+    assert default_budget(7) == 7 + 2**30 and default_budget(2**40) == 2**40 + 2**40 // 20
+    assert schedule(Dag((Node("a", C),), (Storage(7, 0),))).budget == default_budget(7)
 
 
 def test_schedules_repeat_and_multipliers_count() -> None:
@@ -128,33 +92,6 @@ def with_memory(draw: st.DrawFn) -> Dag:
             users = [i for i in range(maker + 1, len(dag)) if maker in dag.nodes[i].deps and draw(st.booleans())]
             storages.append(Storage(draw(st.integers(0, 9)), maker, tuple(users), draw(st.booleans())))
     return Dag(dag.nodes, tuple(storages))
-
-
-def test_orders_near_their_priorities_pay_where_memory_binds() -> None:
-    """Eager orders fill the memory with weights that are not needed yet; with these alone it takes 53.1 ms."""
-    dag = backward(12, gradients=2.4)
-    assert schedule(dag, budget=dag.peak_bytes() + 12).timeline.makespan < 51
-
-
-@pytest.mark.parametrize("gradients", [2.8, 3.2, 6.4])
-@pytest.mark.parametrize("room", [24, 10**9])
-def test_a_stream_that_is_the_bottleneck_is_kept_fed(gradients: float, room: int) -> None:
-    """Gradients take longer than compute: leaving them for the end makes their stream idle."""
-    dag = backward(32, gradients=gradients)
-    found = schedule(dag, budget=dag.peak_bytes() + room)
-    assert found.bounds.streams["dp"] > 1.05 * found.bounds.compute
-    assert found.timeline.makespan <= 1.02 * found.bounds.makespan
-
-
-def test_an_order_to_start_from() -> None:
-    """The own order makes both large storages before it reads any; the other one reads one first."""
-    nodes = (Node("a", C, 1.0), Node("b", C, 1.0), Node("read a", C, 1.0, (0,)), Node("read b", C, 1.0, (1,)))
-    dag = Dag((*nodes, Node("s", S, 2.0, group="dp")), (Storage(10, 0, (2,)), Storage(10, 1, (3,))))
-    for before in (None, simulate(dag, [0, 2, 1, 3, 4])):
-        found = schedule(dag, budget=15, before=before)
-        assert found.timeline.peak_bytes == 10 and found.timeline.makespan == 4 and found.before.peak_bytes == 10
-    assert found.timeline.peak_bytes == 10 and found.timeline.makespan == 4 < found.before.makespan == 6
-    assert found.before.order.tolist() == [0, 2, 1, 3, 4]
 
 
 @given(with_memory())
@@ -220,16 +157,6 @@ def test_schedules_start_early_and_wait_late(room: int) -> None:
     found = schedule(dag, budget=dag.peak_bytes() + room)
     assert found.order != found.before.order.tolist()
     assert Engine(dag, found.order, found.timeline.peak_bytes).settled().order.tolist() == found.order
-
-
-def test_starts_are_early_and_waits_late() -> None:
-    nodes = (
-        Node("a", C, 1.0), Node("b", C, 1.0), Node("start", S, 1.0, (), "dp"), Node("c", C, 1.0),
-        Node("wait", W, 0.0, (2,), start=2), Node("d", C, 1.0), Node("user", C, 1.0, (4,)),
-    )  # fmt: skip
-    assert Engine(Dag(nodes), budget=0).settled().order.tolist() == [0, 2, 1, 3, 5, 4, 6]
-    small = Dag(nodes, (Storage(8, 2, (6,)), Storage(8, 1, (1,))))  # the collective's result does not fit while b runs
-    assert Engine(small, budget=8).settled().order.tolist() == [0, 1, 2, 3, 5, 4, 6]
 
 
 @given(with_memory(), st.integers(0, 20), st.booleans(), st.data())

@@ -34,21 +34,6 @@ def test_hidden_and_exposed_time() -> None:
     assert lower_bounds(gather(early=False)).makespan == 6
 
 
-def test_streams_of_groups_are_in_order_and_run_in_parallel() -> None:
-    nodes = [Node("a", S, 3.0, group="dp"), Node("b", S, 2.0, group="dp"), Node("c", S, 4.0, group="tp")]
-    nodes += [Node(f"wait {x}", W, deps=(i,), start=i) for i, x in enumerate("abc")]
-    timeline = simulate(Dag(tuple(nodes)))
-    assert timeline.begin[:3].tolist() == [0, 3, 0] and timeline.end[:3].tolist() == [3, 5, 4]
-    assert timeline.exposed == {0: 3, 1: 2, 2: 0} and timeline.makespan == 5
-    bounds = lower_bounds(timeline.dag)
-    assert bounds.streams == {"compute": 0, "dp": 5, "tp": 4} and bounds.makespan == 5
-
-
-def test_a_collective_without_a_wait_counts() -> None:
-    dag = Dag((Node("start", S, 5.0, group="dp"), Node("work", C, 1.0)))
-    assert simulate(dag).makespan == 5 == lower_bounds(dag).makespan and simulate(dag).exposed == {0: 0}
-
-
 def test_memory_of_an_order() -> None:
     nodes = (Node("a", C), Node("b", C), Node("read a", C, deps=(0,)), Node("read b", C, deps=(1,)))
     dag = Dag(nodes, (Storage(10, 0, (2,)), Storage(20, 1, (3,)), Storage(1, 2, kept=True), Storage(5, 3)))

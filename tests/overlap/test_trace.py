@@ -8,7 +8,6 @@ from typing import Any
 
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.engine import simulate
-from spanwise.overlap.explain.trace import save_chrome_trace
 
 # An all-gather of 4 ms behind one of 1 ms on the same stream, 3 ms of independent compute, 2 ms that need the second.
 DAG = Dag(
@@ -50,22 +49,3 @@ def test_what_stands_on_the_tracks(tmp_path: Path) -> None:
         "no independent compute (1 ms), stream is saturated (1 ms)"
     ]
     assert [(e["ts"], e["args"]["bytes"]) for e in events(path, "C")] == [(0, 100), (0, 110)]
-
-
-def test_arrows_lead_from_issue_to_collective_to_wait(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    save_chrome_trace(path, {"a": simulate(DAG), "b": simulate(DAG, [1, 0, 5, 2, 3, 4, 6])})
-    starts, steps, ends = (events(path, phase) for phase in "stf")
-    assert len({e["id"] for e in starts}) == 4 == len(starts)
-    assert {e["id"] for e in starts} == {e["id"] for e in steps} == {e["id"] for e in ends}
-    assert {e["bp"] for e in ends} == {"e"}
-    for process in (0, 1):
-        slices = [e for e in events(path, "X") if e["pid"] == process]
-        for arrow in (*starts, *steps, *ends):
-            if arrow["pid"] == process:  # it hangs on a slice
-                assert any(
-                    e["tid"] == arrow["tid"] and e["cat"] != "compute" and e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"]
-                    for e in slices
-                )
-    names = {e["pid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "process_name"}
-    assert names == {0: "a", 1: "b"}

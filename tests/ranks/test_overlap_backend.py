@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo.utils import counters
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as Colwise, RowwiseParallel as Rowwise, parallelize_module
 from torch.nn import functional as F
@@ -162,13 +160,12 @@ DIFFERENCES: dict[str, tuple[list[Cost], list[tuple[int, int]], str]] = {
     "costs": (
         [Cost(5.0, slow=80), Cost(5.0, slow=48)] * 2, SAME,  # of two branches the other one is urgent
         r"ranks of the process group of ranks \[0, 1, 2, 3\] scheduled the collectives of a graph differently, .*: "
-        r"ranks \[0, 2\] start (\d\. .* float64 \[\d+, \d+\]); ranks \[1, 3\] start (?!\1)\d\. .* \[\d+, \d+\]\. .*"
-        r"costs is ratio 5.0, slow 80 / ratio 5.0, slow 48",
+        r"ranks \[0, 2\] start (\d\. .* float64 \[\d+, \d+\]); ranks \[1, 3\] start (?!\1)\d\. ",
     ),
     "other costs that lead to the same decision": ([Cost(), Cost(slow=1)], SAME, ""),
     "sizes": (
         [Cost(), Cost()], [(48, 80), (48, 96)],
-        r"ranks \[0\] start .*\[40, 16\].*; ranks \[1\] start .*\[48, 16\].*options and costs are the same",
+        r"ranks \[0\] start .*\[40, 16\].*; ranks \[1\] start .*\[48, 16\]",
     ),
 }  # fmt: skip
 
@@ -248,7 +245,7 @@ def reduced(mesh: DeviceMesh, axes: str) -> fx.GraphModule:
         x = graph.call_function(operators.WAIT, (x,))
         x.meta["val"] = torch.ones(1)
     graph.output(x)
-    consensus.insert(graph, {})
+    consensus.insert(graph)
     return fx.GraphModule({}, graph)
 
 
@@ -280,7 +277,7 @@ def test_ranks_hear_of_a_difference_in_groups_that_are_not_theirs(gloo_pool: Glo
 def stays_away(rank: int, mesh: DeviceMesh, midway: bool) -> str:
     """Rank 1 does not have the graph; or tells what it decided, and stops before it says that it is there."""
     group = dist.new_group(timeout=timedelta(seconds=1))
-    record = base64.b85encode(zlib.compress(b'{"facts": {}, "starts": []}')).decode()
+    record = base64.b85encode(zlib.compress(b"[]")).decode()
     comparison, said = consensus._Comparison(group, "digest", record), ""
     if rank == 0 and midway:
         said = error_of(lambda: consensus._compare([comparison], 1))
@@ -371,7 +368,7 @@ def test_a_graph_from_a_cache_is_compared_too(gloo_pool: GlooPool, tmp_path: Pat
     assert gloo_pool.run(2, from_cache, str(tmp_path), [2, 2]) == [(1, ""), (1, "")]
     (hits, said), (missed, told) = gloo_pool.run(2, from_cache, str(tmp_path), [2, 3])
     assert (hits, missed) == (1, 0) and said == told
-    assert "ranks [0] start nothing more here; ranks [1] start 3. all_gather" in said
+    assert "ranks of the process group of ranks [0, 1] scheduled the collectives of a graph differently" in said
 
 
 # Modules: each function returns one, and arguments beside the input for each of its calls.
@@ -397,14 +394,6 @@ def tensor_parallel(mesh: DeviceMesh) -> Made:
     """By DTensor: its collectives are nodes of the graph; gradients of weights hide those of inputs."""
     plan = {f"{i}.{name}": style() for i in range(2) for name, style in (("up", Colwise), ("down", Rowwise))}
     return parallelize_module(mlps(), mesh, plan), [{}]
-
-
-def fully_sharded(mesh: DeviceMesh) -> Made:
-    """FSDP2's hooks break the graph and run uncompiled: what is between them compiles, and has no collectives."""
-    made = mlps()
-    for layer in made:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(made, mesh=mesh), [{}]
 
 
 class Replicated(nn.Module):
@@ -446,29 +435,6 @@ def context_parallel(mesh: DeviceMesh) -> Made:
     return Attention(mesh), [{"plan": plan.local(mesh)} for plan in plans]
 
 
-class Experts(nn.Module):
-    """An expert on each rank; how many tokens travel is read from a tensor, and is another number on every rank."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.before, self.expert, self.shared = (nn.Linear(DIM, DIM, bias=False).double() for _ in range(3))
-        self.group = mesh.get_group()
-
-    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        sent, received = counts.unbind()
-        given, taken = sent.tolist(), received.tolist()
-        there = all_to_all_single_autograd(self.before(x), taken, given, self.group)
-        back = all_to_all_single_autograd(F.silu(self.expert(there)), given, taken, self.group)
-        return back + self.shared(x)
-
-
-def by_experts(mesh: DeviceMesh) -> Made:
-    """Tokens that come back are as many as were sent, which is known of tensors, and not of what is taken for them."""
-    rank, rows = mesh.get_local_rank(), ([[3, 5], [2, 6]], [[8, 0], [1, 7]])  # from rank to rank
-    return Experts(mesh), [{"counts": torch.tensor([of[rank], [of[0][rank], of[1][rank]]])} for of in rows]
-
-
 def beside_eager(rank: int, mesh: DeviceMesh, make: Callable[[DeviceMesh], Made]) -> dict[str, Any]:
     """A compiled module and the same uncompiled: errors of results and gradients, and schedules."""
     torch._dynamo.reset()
@@ -478,8 +444,7 @@ def beside_eager(rank: int, mesh: DeviceMesh, make: Callable[[DeviceMesh], Made]
     run = torch.compile(module, backend=backend("aot_eager", cost=Cost(), on_result=results.append))
     seed, errors = 0 if make is tensor_parallel else rank, []
     for more in calls:
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            got = step(functools.partial(run, **more), module, *data(seed))
+        got = step(functools.partial(run, **more), module, *data(seed))
         expected = step(functools.partial(eager, **more), eager, *data(seed))
         errors += [relative_error(a, b) for a, b in zip(got, expected, strict=True)]
     return {
@@ -500,10 +465,8 @@ def starts(result: Result) -> list[str]:
     ("make", "error", "kinds", "gain"),
     [
         (tensor_parallel, 0.0, ["all_reduce"] * 2, 1.0),
-        (fully_sharded, 0.0, None, 1.0),
         (sharded_by_dtensor, 0.0, None, 0.9),
         (context_parallel, 1e-12, ["all_to_all_single"], 1.0),
-        (by_experts, 0.0, ["all_to_all_single"] * 2, 1.0),
     ],
 )
 def test_modules_and_their_gradients(
@@ -513,10 +476,7 @@ def test_modules_and_their_gradients(
         assert answer["error"] <= error and answer["gain"] <= gain, answer
         if kinds is not None:
             assert answer["starts"] == [kinds] * 2, answer
-        if make is fully_sharded:
-            assert answer["starts"] == [] and answer["graphs"] > 0
-        else:
-            assert answer["graphs"] == 1
+        assert answer["graphs"] == 1
         if make is sharded_by_dtensor:
             launches = zip(answer["launches"], answer["starts"], strict=True)
             assert all(len(after) < before == 4 for before, after in launches)

@@ -1,10 +1,8 @@
-"""Measured costs over real processes: one table for all ranks, whatever each of them measured or has on file."""
+"""Measured costs over real processes: one table for all ranks, whatever each of them measured."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise.hardware import CPU_HOST
 from spanwise.overlap import _torch
-from spanwise.overlap.costs.measure import Measured, measure
+from spanwise.overlap.costs.measure import measure
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.optimize import optimize, simulate
@@ -51,36 +49,18 @@ class Clock:
         return 100.0 * self.calls + (self.rank if even else 10 - self.rank)
 
 
-def told(measured: Measured, clock: Clock | None = None) -> Any:
-    return dict(measured.table), measured.uuid(), clock.calls if clock else 0
+def by_rank(rank: int, mesh: DeviceMesh) -> Any:
+    gm, clock = step(_torch.group_name(mesh.get_group()), mesh.size()), Clock(rank)
+    measured = measure(gm, timer=clock)
+    return dict(measured.table), measured.uuid(), clock.calls
 
 
-def by_rank(rank: int, mesh: DeviceMesh, folder: str) -> list[Any]:
-    gm = step(_torch.group_name(mesh.get_group()), mesh.size())
-    found = []
-    for path in (None, Path(folder) / f"{rank}.json", Path(folder) / f"{rank}.json"):
-        clock = Clock(rank)
-        found.append(told(measure(gm, cache=path, timer=clock), clock))
-    if rank == 1:
-        Path(folder, "1.json").unlink()
-    clock = Clock(rank)
-    found.append(told(measure(gm, cache=Path(folder, f"{rank}.json"), timer=clock), clock))
-    return found
-
-
-def test_ranks_that_measure_different_times_have_one_table(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    first, second = gloo_pool.run(2, by_rank, str(tmp_path))
-    for (table, uuid, calls), (other, other_uuid, other_calls) in zip(first, second, strict=True):
-        assert table == other and uuid == other_uuid and calls == other_calls
-    calls = [calls for *_, calls in first]
-    assert calls == [len(first[0][0])] * 2 + [0, 0]  # on file, of one rank at least
-    assert first[1][0] == first[2][0] == first[3][0]
+def test_ranks_that_measure_different_times_have_one_table(gloo_pool: GlooPool) -> None:
+    first, second = gloo_pool.run(2, by_rank)
+    assert first == second
+    table, _, calls = first
     # Odd ones took rank 0 longer, even ones rank 1.
-    assert sorted(first[0][0].values()) == [100 * i + (1 if i % 2 == 0 else 10) for i in range(1, calls[0] + 1)]
-    assert (tmp_path / "1.json").read_bytes() == (tmp_path / "0.json").read_bytes()
-    keys = list(json.loads((tmp_path / "0.json").read_text()))
-    assert all(("2 ranks" in key) == key.endswith("over +0, +1") for key in keys)
-    assert 0 < sum("2 ranks" in key for key in keys) < len(keys)
+    assert sorted(table.values()) == [100 * i + (1 if i % 2 == 0 else 10) for i in range(1, calls + 1)]
 
 
 def clocked(rank: int, mesh: DeviceMesh) -> Any:
@@ -94,44 +74,36 @@ def clocked(rank: int, mesh: DeviceMesh) -> Any:
     result = optimize(gm, measured[0])
     again = simulate(result.graph_module, measured[0])
     assert again.makespan == pytest.approx(result.timeline.makespan)
-    return [told(m) for m in measured], list(map(int, result.timeline.order)), (separate, merged)
+    return [dict(m.table) for m in measured], list(map(int, result.timeline.order)), (separate, merged)
 
 
 def test_collectives_run_on_their_own_groups(gloo_pool: GlooPool) -> None:
     results = gloo_pool.run(4, clocked, mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
     assert all(result == results[0] for result in results[1:])
-    ((tp, *_), (dp, *_)), order, (separate, merged) = results[0]
-    assert len([key for key in tp if key.endswith("over +0, +1")]) == 5  # three collectives, two latencies
-    assert len([key for key in dp if key.endswith("over +0, +2")]) == 5
+    (tp, dp), order, (separate, merged) = results[0]
+    assert len([key for key in tp if key.endswith("over +0, +1")]) == 3
+    assert len([key for key in dp if key.endswith("over +0, +2")]) == 3
     assert all(ms > 0 for ms in (*tp.values(), *dp.values())) and len(order) > 10
     assert 0 < merged <= separate
 
 
-def told_by_one(rank: int, mesh: DeviceMesh, folder: str) -> list[Any]:
-    """What ranks say where rank 1 has a broken file, a time that is none, and a collective more."""
-    name, path, clock, said = _torch.group_name(mesh.get_group()), Path(folder) / f"{rank}.json", Clock(rank), []
-    if rank == 1:
-        path.write_text("nonsense")
+def told_by_one(rank: int, mesh: DeviceMesh) -> list[Any]:
+    """What ranks say where rank 1 has a time that is none, or a collective more."""
+    name = _torch.group_name(mesh.get_group())
 
     def broken(node: fx.Node, call: Callable[[], Any]) -> float:
         return float("nan") if rank == 1 and node.name == "mm" else 1.0
 
-    gm, more = step(name, 2), step(name, 2, more=rank == 1)
-    for options in ({"cache": path, "timer": clock}, {"timer": broken}):
-        with pytest.raises(ValueError) as caught:
-            measure(gm, **options)
-        said.append(str(caught.value))
+    with pytest.raises(ValueError, match="node 'mm': rank 1: it was measured to take nan ms"):
+        measure(step(name, 2), timer=broken)
+    more = step(name, 2, more=rank == 1)
     measured = measure(more, fallback=CostModel(CPU_HOST), timer=Clock(rank))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="node 'all_reduce': it cannot be measured"):
         measure(more, timer=Clock(rank))
-    return [clock.calls, *said, told(measured)[:1], dict(measured.left_out), str(caught.value)]
+    return [dict(measured.table), list(measured.left_out)]
 
 
-def test_an_error_of_one_rank_is_an_error_of_all(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    first, second = gloo_pool.run(2, told_by_one, str(tmp_path))
-    assert first[:4] == second[:4] and first[0] == 0
-    assert first[1].startswith("rank 1: ") and "1.json is not a file of measured costs" in first[1]
-    assert first[2] == "node 'mm': rank 1: it was measured to take nan ms"
-    # What only one rank would run is not run.
-    assert (first[4], second[4]) == ({}, {"all_reduce": "not all ranks of its group have it alike"})
-    assert all("node 'all_reduce': it cannot be measured" in of[5] for of in (first, second))
+def test_an_error_of_one_rank_is_an_error_of_all(gloo_pool: GlooPool) -> None:
+    first, second = gloo_pool.run(2, told_by_one)
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == ([], ["all_reduce"])  # what only one rank would run is not run

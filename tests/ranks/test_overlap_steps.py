@@ -88,7 +88,7 @@ def scheduled(rank: int, mesh: DeviceMesh, names: Sequence[str], models: Sequenc
                 "same": [_equal(x, y, result) for x, y in zip(got, expected, strict=True)],
                 "written": len(_changed(got, tensors(args))),
                 "gain": result.timeline.makespan / result.before.makespan,
-                "barriers": result.doubts.barriers,
+                "barriers": result.barriers,
                 "launches": len(result.timeline.dag.starts) / len(result.before.dag.starts),
                 "peak": (most_bytes(new, args, enough), result.timeline.peak_bytes, result.budget),
                 "compared": len(new.graph.find_nodes(op="call_function", target=torch.ops.spanwise.agree.default)),

@@ -76,7 +76,7 @@ class Graph:
         ]  # fmt: skip
         columns = ("order", "makespan", "exposed", "above its bound", "hidden / partly / exposed", "launches",
                    "peak memory")  # fmt: skip
-        note = "Hidden, partly, exposed: of the launches that compute could hide at all; a bucket is one launch."
+        note = "A bucket is one launch."
         return Table("Orders compared", columns, rows, len(rows) - 1, note)
 
     def tables(self) -> list[Table]:

@@ -37,12 +37,6 @@ def is_attention(node: fx.Node) -> bool:
     return packet in _ATTENTION or flex or _is_ours(node)
 
 
-def is_attention_backward(node: fx.Node) -> bool:
-    """Whether a node is the backward of attention."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return is_attention(node) and str(getattr(packet, "__name__", packet)).endswith("_backward")
-
-
 def hides_its_mask(node: fx.Node) -> bool:
     """Whether attention is counted with all scores because neither its mask nor a hint is in the graph."""
     if not is_attention(node) or "sparsity_hint" in (node.meta.get("custom") or {}):

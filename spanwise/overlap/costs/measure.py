@@ -1,12 +1,10 @@
 """measure: time the operators of a graph on this device and over these process groups.
 
     fx graph ─► jobs of different signature ─► timing, on every rank ─► one table for all ranks ─► Measured ─► to_dag
-                                  └───────────── file ──────────────────────────┘
 
 Ranks that schedule by different costs may start collectives in different orders. So all ranks use one table: the
-largest time of any rank, because a step is as fast as its slowest rank. Ranks exchange the contents of their files
-before timing, and their times after it. With everything on file there is one exchange and no timing. A node that a rank
-cannot run is an error on all ranks, or a model prices it.
+largest time of any rank, because a step is as fast as its slowest rank. A node that a rank cannot run is an error on
+all ranks, or a model prices it.
 """
 
 from __future__ import annotations
@@ -14,16 +12,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import math
-import os
-import socket
-import tempfile
 import uuid
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,12 +25,9 @@ from torch import fx
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import as_cost, node_bytes, ranks_of
-from spanwise.overlap.costs.timing import calls, device_of, milliseconds, name_of, smallest, trial, why_not
+from spanwise.overlap.costs.timing import calls, milliseconds, trial, why_not
 from spanwise.overlap.dag import GraphError
-from spanwise.overlap.fx.operators import COALESCED, STARTS, Cost, Role, group_of, is_free, tensors_of, traits
-
-_LATENCY = "latency of "
-_OVER = " over +0"  # in the keys of collectives, before their ranks
+from spanwise.overlap.fx.operators import STARTS, Cost, Role, group_of, is_free, tensors_of, traits
 
 Timer = Callable[[fx.Node, Callable[[], Any]], float]
 """``(node, call) -> milliseconds``."""
@@ -58,7 +47,6 @@ class Measured:
         ranks: global ranks of process groups by name, as in `CostModel`.
         fuse: whether pointwise neighbours are one kernel; False for a graph that runs uncompiled.
         left_out: nodes of this rank's graphs that `fallback` prices, each with the reason.
-        timed: number of signatures that this rank has timed; 0 if all were on file.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -74,7 +62,6 @@ class Measured:
     ranks: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     fuse: bool = True
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    timed: int = 0
     half_rate: ClassVar[int] = 0  # products of few rows were timed, or `fallback` prices them: `optimize(split=True)`
 
     def __call__(self, node: fx.Node) -> float:
@@ -92,10 +79,7 @@ class Measured:
         return ms
 
     def merged(self, nodes: Sequence[fx.Node]) -> float:
-        """Milliseconds of one coalesced collective: the sum of its members, with one latency.
-
-        The latency of a kind of collective over a group was measured with one element of each rank.
-        """
+        """Milliseconds of one coalesced collective: the sum of its members, with one latency if `fallback` tells it."""
         ms = self._known(nodes)
         of_fallback = getattr(self.fallback, "merged", lambda nodes: math.fsum(map(self, nodes)))
         return float(of_fallback(nodes)) if ms is None else ms
@@ -127,7 +111,7 @@ class Measured:
         known = [ms for ms in times if ms is not None]
         if len(known) == 1:
             return known[0]
-        latency = min(self.table.get(_latency_key(nodes[0], self.ranks), 0.0), *known)
+        latency = min(getattr(self.fallback, "latency", lambda node: 0.0)(nodes[0]), *known)
         return max(math.fsum(known) - (len(known) - 1) * latency, *known)
 
 
@@ -142,10 +126,6 @@ def _keys(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> list[str]:
     """Keys in the table: one of a node, one of each member of a coalesced collective."""
     after = f" {_over(ranks_of(group_of(node), ranks))}" if node.target in STARTS else ""
     return [call.signature() + after for call in calls(node)]
-
-
-def _latency_key(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> str:
-    return f"{_LATENCY}{calls(node)[0].target} {_over(ranks_of(group_of(node), ranks))}"
 
 
 def _over(ranks: Sequence[int]) -> str:
@@ -165,7 +145,6 @@ def measure(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
     fallback: Cost | Hardware | Mapping[str, float] | None = None,
-    cache: str | os.PathLike[str] | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
     repeats: int = 10,
     fuse: bool = True,
@@ -186,8 +165,6 @@ def measure(
         device: where operators run, "cuda" being the current device; default: the device of the graph's tensors.
         group: ranks that share the table; default: all, or this process alone without torch.distributed.
         fallback: cost of nodes that cannot run; without it they are an error.
-        cache: JSON file of times by signature, device and version of torch, for collectives also by host and backend.
-            It is read first and written atomically if anything is new; a failed write warns. Ranks may share one file.
         ranks: global ranks of groups by name, for groups that this process does not have.
         repeats: number of calls; a time is their median.
         fuse: price pointwise chains as one kernel.
@@ -197,8 +174,9 @@ def measure(
         `Measured`, the same on all ranks.
 
     Raises:
-        GraphError: a node that cannot run, without a `fallback`, or a time that is negative or not finite.
-        ValueError: `cache` is not such a file, or `repeats` is below 1. On all ranks if on any.
+        GraphError: a node that cannot run, without a `fallback`, or a time that is negative or not finite. On all ranks
+            if on any.
+        ValueError: `repeats` is below 1.
 
     >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
     >>> config = CaptureConfig(layers=1, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, device="cpu")
@@ -208,51 +186,35 @@ def measure(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
-    where = torch.device(device) if device is not None else device_of(*graphs)
+    of_graphs = (t.device for gm in graphs for node in gm.graph.nodes for t in tensors_of(node))
+    where = torch.device(next(of_graphs, "cpu") if device is None else device)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    if where == torch.device("cuda"):
-        where = torch.device("cuda", torch.cuda.current_device())
+    shared = None if group is None or _torch.is_simulated(group) else group
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
-    name_on_file, shared = _names(where, group), None if group is None or _torch.is_simulated(group) else group
-    jobs: dict[str, _Job] = {}
-    left_out: dict[str, str] = {}
-    on_file: dict[str, float] = {}
-    error: tuple[str, str] | None = None
-    try:  # if one rank raised here, the others would wait for it
-        jobs, left_out = _jobs(graphs, known_ranks)
-        if fallback is None and left_out:
-            name, reason = next(iter(left_out.items()))
-            error = name, f"it cannot be measured: {reason}; pass fallback="
-        on_file = {} if cache is None else _load(cache)
-    except (OSError, ValueError) as refused:
-        error = "", str(refused)
-    own = {key: (on_file.get(name_on_file(key)), job.ranks, job.node.name) for key, job in jobs.items()}
-    of_ranks = _exchange(shared, error, own)
-    table = _largest([{key: ms for key, (ms, *_) in keys.items()} for keys in of_ranks])
-    held = Counter((key, members) for keys in of_ranks for key, (_, members, _) in keys.items())
-    missing = {key: name for keys in of_ranks for key, (_, _, name) in keys.items() if key not in table}
-    timed: dict[str, float | None] = {}
-    if missing:
-        clock = timer or (lambda node, call: milliseconds(call, where, repeats, once=node.target in STARTS))
-        todo = {key: job for key, job in jobs.items() if key in missing and held[key, job.ranks] >= len(job.ranks)}
-        timed, refusals, error = _time(todo, where, clock)
-        table = _largest([table, *_exchange(shared, error, timed)])
-        for key, name in missing.items():
-            if key in table or key.startswith(_LATENCY):
-                continue
-            reason = refusals.get(key, "not all ranks of its group have it alike")
-            if key in jobs:
-                left_out.setdefault(jobs[key].node.name, reason)
-            if fallback is None:
-                raise GraphError(name, f"it cannot be measured: {reason}; pass fallback=")
-    if cache is not None and any(on_file.get(name_on_file(key)) != ms for key, ms in table.items()):
-        try:
-            _write(cache, {name_on_file(key): ms for key, ms in table.items()})
-        except (OSError, ValueError) as failed:  # go on like the other ranks
-            warnings.warn(f"measured costs were not written to {os.fspath(cache)}: {failed}", stacklevel=2)
+    jobs, left_out = _jobs(graphs, known_ranks)
+    error = None  # if one rank raised here, the others would wait for it
+    if fallback is None and left_out:
+        name, reason = next(iter(left_out.items()))
+        error = name, f"it cannot be measured: {reason}; pass fallback="
+    of_ranks = _exchange(shared, error, {key: (job.ranks, job.node.name) for key, job in jobs.items()})
+    held = Counter((key, members) for keys in of_ranks for key, (members, _) in keys.items())
+    clock = timer or (lambda node, call: milliseconds(call, where, repeats))
+    todo = {key: job for key, job in jobs.items() if held[key, job.ranks] >= len(job.ranks)}
+    timed, refusals, error = _time(todo, where, clock)
+    table: dict[str, float] = {}
+    for of_rank in _exchange(shared, error, timed):
+        for key, ms in of_rank.items():
+            table[key] = max(ms, table.get(key, 0.0))
+    names = {key: name for keys in of_ranks for key, (_, name) in keys.items()}
+    for key in names.keys() - table.keys():
+        reason = refusals.get(key, "not all ranks of its group have it alike")
+        if key in jobs:
+            left_out.setdefault(jobs[key].node.name, reason)
+        if fallback is None:
+            raise GraphError(names[key], f"it cannot be measured: {reason}; pass fallback=")
     model = None if fallback is None else as_cost(fallback)
-    return Measured(table, model, known_ranks, fuse, left_out, len(timed))
+    return Measured(dict(sorted(table.items())), model, known_ranks, fuse, left_out)
 
 
 def _jobs(
@@ -273,9 +235,6 @@ def _jobs(
             continue
         for key, call in zip(_keys(node, ranks), calls(node), strict=True):
             jobs.setdefault(key, _Job(node, functools.partial(trial, call), members))
-            if call.target in COALESCED.values():
-                make = functools.partial(smallest, call, len(members))
-                jobs.setdefault(_latency_key(node, ranks), _Job(node, make, members))
     return jobs, left_out
 
 
@@ -293,15 +252,14 @@ def _members(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> tuple[str | N
 
 def _time(
     jobs: Mapping[str, _Job], device: torch.device, clock: Timer
-) -> tuple[dict[str, float | None], dict[str, str], tuple[str, str] | None]:
-    """Milliseconds by key (None where torch refuses), reasons for refusals, and an error of the first bad time."""
-    timed: dict[str, float | None] = {}
+) -> tuple[dict[str, float], dict[str, str], tuple[str, str] | None]:
+    """Milliseconds by key, reasons for what torch refuses, and an error of the first bad time."""
+    timed: dict[str, float] = {}
     refused: dict[str, str] = {}
     error: tuple[str, str] | None = None
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         # Collectives last, and in one order on all ranks, so that none waits for another.
         for key, job in sorted(jobs.items(), key=lambda item: (bool(item[1].ranks), item[0], item[1].ranks)):
-            timed[key] = None
             try:
                 ms = float(clock(job.node, job.make(device)))
             except Exception as failed:  # an operator may raise anything
@@ -323,49 +281,5 @@ def _exchange(group: dist.ProcessGroup | None, error: tuple[str, str] | None, mi
     for rank, (of_rank, _) in enumerate(found):
         if of_rank is not None:
             node, text = of_rank
-            text = f"rank {rank}: {text}" if len(found) > 1 else text
-            raise GraphError(node, text) if node else ValueError(text)
+            raise GraphError(node, f"rank {rank}: {text}" if len(found) > 1 else text)
     return [value for _, value in found]
-
-
-def _largest(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for table in tables:
-        for key, ms in table.items():
-            if ms is not None:
-                found[key] = max(ms, found.get(key, 0.0))
-    return dict(sorted(found.items()))
-
-
-def _names(device: torch.device, group: dist.ProcessGroup | None) -> Callable[[str], str]:
-    """The name of a key in a file. Times of collectives are of this host only, because networks have no names."""
-    operators = name_of(device)
-    size, backend = (1, "") if group is None else (group.size(), f", {dist.get_backend_config(group)}")
-    collectives = f"{operators}, {size} ranks, {socket.gethostname()}{backend}"
-    return lambda key: f"{collectives if _OVER in key else operators}: {key}"
-
-
-def _load(path: str | os.PathLike[str]) -> dict[str, float]:
-    """Milliseconds by prefix and key; empty without a file; ``ValueError`` if it holds no measured costs."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it has no table of times")
-        for key, ms in content.items():
-            if not (isinstance(ms, (int, float)) and math.isfinite(ms) and ms >= 0):
-                raise ValueError(f"{key!r} takes {ms} ms")
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:  # errors of JSON and Unicode are ValueErrors
-        text = f"{os.fspath(path)} is not a file of measured costs ({error}): remove it, or name another file"
-        raise ValueError(text) from error
-    return content
-
-
-def _write(path: str | os.PathLike[str], times: Mapping[str, float]) -> None:
-    """Add to the file; of several writers at once, the last one's whole file stays."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
-        json.dump(_load(target) | dict(times), file, indent=1, sort_keys=True)
-    os.replace(file.name, target)

@@ -19,19 +19,19 @@ from torch import fx
 
 from spanwise.hardware import Hardware, Link
 from spanwise.overlap import _torch
-from spanwise.overlap.costs.flops import hides_its_mask, is_attention, is_attention_backward, node_flops
+from spanwise.overlap.costs.flops import hides_its_mask, is_attention, node_flops
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.operators import (
     Cost,
     Role,
-    Traits,
     arguments,
     group_of,
     host_copy,
     is_free,
     named_arguments,
     nodes_in,
+    operator_name,
     tensors_in,
     tensors_of,
     traits,
@@ -111,11 +111,8 @@ def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
             nor read. Views between them change nothing.
     """
     known = traits(node)
-    return 0 if is_free(node, known) else _moved(node, known, fuse)
-
-
-def _moved(node: fx.Node, known: Traits, fuse: bool) -> int:
-    """`node_bytes` of a node that is not free."""
+    if is_free(node, known):
+        return 0
     packet = getattr(node.target, "overloadpacket", None)
     results = _held_by(node)
     total = 0
@@ -232,7 +229,7 @@ class CostModel:
         if copies := host_copy(node):
             rate = self.hardware.to_host if copies == "to host" else self.hardware.from_host
             return 1e3 * sum(t.nbytes for t in tensors_of(node)) / rate
-        memory = _moved(node, known, self.fuse) / self.hardware.memory_bandwidth
+        memory = node_bytes(node, fuse=self.fuse) / self.hardware.memory_bandwidth
         return 1e3 * max(memory, self._flop_seconds(node))
 
     def is_guess(self, node: fx.Node) -> bool:
@@ -249,7 +246,7 @@ class CostModel:
             return 0.0
         rate = self.hardware.matmul_flops
         if is_attention(node):
-            backward = is_attention_backward(node)
+            backward = operator_name(node).endswith("_backward")
             rate = self.hardware.attention_backward_flops if backward else self.hardware.attention_flops
         # The operands' dtype: a product of bf16 may return float32.
         dtypes = [t.dtype for arg in node.all_input_nodes for t in tensors_of(arg)]
@@ -333,29 +330,12 @@ def _levels(links: tuple[Link, ...], ranks: tuple[int, ...]) -> np.ndarray:
     return np.array(levels).T
 
 
-class _Linked:
-    """A cost with a table of links."""
-
-    def __init__(self, cost: Cost, links: Mapping[str, str]) -> None:
-        self._cost, self._links = cost, dict(links)
-
-    def __call__(self, node: fx.Node) -> float:
-        return self._cost(node)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cost, name)
-
-    def link(self, group: str) -> tuple[str, bool]:
-        return self._links.get(group, ""), True
-
-
-def as_cost(cost: Cost | Hardware | Mapping[str, float], links: Mapping[str, str] | None = None) -> Cost:
+def as_cost(cost: Cost | Hardware | Mapping[str, float]) -> Cost:
     """Make a function from fx nodes to milliseconds.
 
     Args:
         cost: a function from an fx node to milliseconds, such as a `CostModel`; a `Hardware`; or milliseconds by node
             name, with every node that takes time.
-        links: what process groups share, by their names; in place of what `cost` says.
 
     Raises:
         ValueError: `cost` is neither. A table raises `GraphError` later, for a node that it lacks.
@@ -363,8 +343,6 @@ def as_cost(cost: Cost | Hardware | Mapping[str, float], links: Mapping[str, str
     >>> as_cost({"x": 2.0})(fx.Graph().placeholder("x"))
     2.0
     """
-    if links is not None:
-        return _Linked(as_cost(cost), links)
     if isinstance(cost, Hardware):
         return CostModel(cost)
     if isinstance(cost, Mapping):

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +44,6 @@ _INTEGERS_WELCOME = frozenset({
 _DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch draws random numbers of these
 _WARM_UP = 2
 _FLUSH_BYTES = 1 << 28  # more than the last-level cache of any GPU so far
-_SHORTEST_MS = 0.1  # on the CPU, a sample of a quicker operator is several calls
 
 
 class Call(NamedTuple):
@@ -145,20 +142,9 @@ def trial(call: Call, device: torch.device) -> Callable[[], Any]:
         return made[value]
 
     args, kwargs = fx.node.map_aggregate((call.args, dict(call.kwargs)), given)
-    return _bound(call.target, args, kwargs)
-
-
-def smallest(call: Call, size: int, device: torch.device) -> Callable[[], Any]:
-    """The same collective of `size` ranks with one element for each: it takes little more than its latency."""
-    like = tensors_of(call.inputs[0])[0]
-    x = torch.ones(size, dtype=like.dtype, device=device)
-    return _bound(call.target, (x, *call.args[1:]), dict(call.kwargs))
-
-
-def _bound(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    if target in STARTS:
-        return lambda: [_torch.wait(x) for x in tensors_in(target(*args, **kwargs))]
-    return lambda: target(*args, **kwargs)
+    if call.target in STARTS:
+        return lambda: [_torch.wait(x) for x in tensors_in(call.target(*args, **kwargs))]
+    return lambda: call.target(*args, **kwargs)
 
 
 def _index_limit(call: Call) -> int:
@@ -183,31 +169,21 @@ def _made_up(like: torch.Tensor, device: torch.device, limit: int, generator: to
     return flat.as_strided(like.shape, like.stride())
 
 
-def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int, *, once: bool = False) -> float:
+def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
     """Median time of `repeats` calls, after two warm-up calls.
 
     On CUDA the time between two events, after a write larger than the cache. The write evicts the call's inputs, and
-    keeps the device busy while the call is launched, so launching is not counted. Elsewhere the time of a row of calls
-    that take 0.1 ms together, divided by their number.
-
-    Args:
-        once: one call a sample: ranks that time a collective must make the same number of calls.
+    keeps the device busy while the call is launched, so launching is not counted.
     """
     with torch.no_grad():
         if device.type == "cuda":
             return _on_cuda(call, device, repeats)
-        for _ in range(_WARM_UP):
+        samples = []
+        for _ in range(_WARM_UP + repeats):
             began = time.perf_counter()
             call()
-            took = 1e3 * (time.perf_counter() - began)
-        number = 1 if once else max(1, min(100, math.ceil(_SHORTEST_MS / max(took, 1e-6))))
-        samples = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            for _ in range(number):
-                call()
-            samples.append(1e3 * (time.perf_counter() - began) / number)
-        return statistics.median(samples)
+            samples.append(1e3 * (time.perf_counter() - began))
+        return statistics.median(samples[_WARM_UP:])
 
 
 def _on_cuda(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -223,20 +199,3 @@ def _on_cuda(call: Callable[[], Any], device: torch.device, repeats: int) -> flo
             after.record()
         torch.cuda.synchronize(device)
         return statistics.median(before.elapsed_time(after) for before, after in pairs)
-
-
-def name_of(device: torch.device) -> str:
-    """Name of the device with all that operators' times depend on: the host of a CPU, its threads, torch's version."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{device.type} of {socket.gethostname()}, {torch.get_num_threads()} threads"
-    return f"{name}, torch {torch.__version__}"
-
-
-def device_of(*graphs: fx.GraphModule) -> torch.device:
-    """Device of the graphs' tensors; the CPU without tensors."""
-    for node in (node for gm in graphs for node in gm.graph.nodes):
-        for tensor in tensors_of(node):
-            return tensor.device
-    return torch.device("cpu")

@@ -11,16 +11,15 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from spanwise.overlap.bounds import Bounds, lower_bounds
-from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.dag import Dag, Kind
 from spanwise.overlap.engine import Timeline, simulate
-from spanwise.overlap.explain.reasons import Reason, hideable, reasons
+from spanwise.overlap.explain.reasons import Reason, reasons
 from spanwise.overlap.explain.trace import save_chrome_trace
 from spanwise.overlap.fx.operators import is_start, operator_name, tensors_of
 from spanwise.overlap.fx.sizes import Sizes, assumed
@@ -30,19 +29,6 @@ from spanwise.units import milliseconds, num_bytes
 
 #: Most rows of the table of collectives in a text.
 MOST = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Doubts:
-    """What a result rests on: operators by name, once for each node.
-
-    Attributes:
-        barriers: nothing moves across these, and the bounds hold given that.
-        guesses: their cost is a guess.
-    """
-
-    barriers: tuple[str, ...] = ()
-    guesses: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +43,8 @@ class Result:
         bounds: lower bounds of all orders of the new graph's nodes, memory aside.
         members: for each node of `timeline.dag`, the nodes of `given` that it replaces.
         budget: byte limit of the new order.
-        doubts: barriers, and costs that are guesses.
+        barriers: operators that nothing moves across, once for each node; the bounds hold given that.
+        guesses: operators with a cost that is a guess, once for each node.
         sizes: numbers that symbolic sizes stood for; None if the graph has none.
         split: what was cut into pieces, or why nothing was; None without ``split=True``.
         offloaded: what waits in the host's memory between forward and backward; None if nothing does.
@@ -70,7 +57,8 @@ class Result:
     bounds: Bounds
     members: tuple[tuple[int, ...], ...]
     budget: int
-    doubts: Doubts = Doubts()
+    barriers: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ()
     sizes: Sizes | None = None
     split: Split | None = None
     offloaded: Offloaded | None = None
@@ -153,11 +141,9 @@ class OrderFigures:
         name: label of the order.
         compute: all work of the compute stream.
         bound: lower bound of all orders of these nodes; other buckets have other nodes. `bound_by`: which bound it is.
-        counts: numbers of launches that are "hidden", "partly" hidden and "exposed", of those that take time and have
-            independent matrix products, convolutions or attention. A bucket is one launch.
+        counts: numbers of launches that are "hidden", "partly" hidden and "exposed". A bucket is one launch.
         launches: number of started collectives.
         why: exposed milliseconds by reason, largest first.
-        seconds: time to find the order; None if unknown.
     """
 
     name: str
@@ -170,7 +156,6 @@ class OrderFigures:
     launches: int
     peak_bytes: int
     why: dict[str, float]
-    seconds: float | None = None
 
     @property
     def left(self) -> float:
@@ -181,7 +166,7 @@ class OrderFigures:
     def counted(self) -> str:
         """The counts in words."""
         listed = ", ".join(f"{count:,} {how}" for how, count in self.counts.items())
-        return f"{sum(self.counts.values()):,} of {self.launches:,} launches: {listed}"
+        return f"{self.launches:,}: {listed}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +202,7 @@ class Figures:
         return sorted(found, key=lambda one: (-one.exposed, one.start))
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures for JSON, in milliseconds, bytes and seconds."""
+        """All figures for JSON, in milliseconds and bytes."""
         return {
             "before": dataclasses.asdict(self.before),
             "after": dataclasses.asdict(self.after),
@@ -231,48 +216,33 @@ class Figures:
         }
 
 
-def arithmetic(gm: fx.GraphModule) -> set[str]:
-    """Names of the nodes that count as compute which hides: matrix products, convolutions and attention.
-
-    PyTorch's pass counts these as well (pytorch/pytorch#163215): an independent cast makes no collective hideable.
-    """
-    return {node.name for node in gm.graph.nodes if node.op == "call_function" and node_flops(node)}
-
-
 def order_figures(
     name: str,
     timeline: Timeline,
-    heavy: Iterable[str],
     why: Mapping[int, Reason],
-    *,
-    names: Mapping[str, str] | None = None,
-    seconds: float | None = None,
+    names: Mapping[str, str],
 ) -> OrderFigures:
     """Figures of one order.
 
     Args:
-        heavy: names of the nodes that count as compute which hides; see `arithmetic`.
         why: `reasons` of its exposed collectives.
         names: labels of process groups by name.
     """
-    dag, chosen, parts = timeline.dag, frozenset(heavy), dict[str, float]()
-    bounds = lower_bounds(dag)
+    dag, parts, bounds = timeline.dag, dict[str, float](), lower_bounds(timeline.dag)
     for reason in why.values():
         for one, move in reason.moves.items():
             parts[one.value] = parts.get(one.value, 0.0) + move.hides
-    hiding = hideable(dag, [i for i, node in enumerate(dag.nodes) if node.name in chosen])
     return OrderFigures(
         name=name,
         makespan=timeline.makespan,
         exposed=timeline.exposed_ms,
         compute=dag.compute_ms,
         bound=bounds.makespan,
-        bound_by=bound_by(bounds, names or {}),
-        counts=timeline.counts(start for start in hiding if dag.nodes[start].ms),
+        bound_by=bound_by(bounds, names),
+        counts=timeline.counts(),
         launches=len(dag.starts),
         peak_bytes=timeline.peak_bytes,
         why=dict(sorted(parts.items(), key=lambda part: -part[1])),
-        seconds=seconds,
     )
 
 
@@ -292,25 +262,23 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
         with assumed(result.graph_module, result.sizes):
             return figures(dataclasses.replace(result, sizes=None), groups)
     names, timeline, split = groups or {}, result.timeline, result.split
-    heavy = arithmetic(result.graph_module)
     starts = list(filter(is_start, result.graph_module.graph.nodes))
     issued = [i for i in timeline.order.tolist() if timeline.dag.nodes[i].kind == Kind.START]
     why = reasons(timeline, budget=result.budget)
-    of_given = split.heavy if split is not None and split.is_cut else heavy
     why_before = reasons(result.before, budget=result.budget)
     other = None
     if result.links is not None:
         both = (result.before, timeline)
         other = tuple(simulate(of.dag.with_links(result.links), of.order.tolist()).makespan for of in both)
     return Figures(
-        before=order_figures("as given", result.before, of_given, why_before, names=names),
-        after=order_figures("spanwise", timeline, heavy, why, names=names),
+        before=order_figures("as given", result.before, why_before, names),
+        after=order_figures("spanwise", timeline, why, names),
         collectives=tuple(
             _collective(result, i, node, names, why.get(i)) for i, node in zip(issued, starts, strict=True)
         ),
         budget=result.budget,
-        barriers=dict(Counter(result.doubts.barriers)),
-        guesses=dict(Counter(result.doubts.guesses)),
+        barriers=dict(Counter(result.barriers)),
+        guesses=dict(Counter(result.guesses)),
         split=split and dataclasses.replace(split, group=names.get(split.group, split.group)),
         offloaded={} if result.offloaded is None else result.offloaded.num_bytes,
         shared=any(node.link for node in timeline.dag.nodes),
@@ -340,7 +308,7 @@ def summary(found: Figures) -> dict[str, str]:
         "bound": bound,
         "compute": milliseconds(after.compute),
         "exposed": f"{milliseconds(after.exposed)}, was {milliseconds(before.exposed)}",
-        "hideable": f"{after.counted()}; were {before.counted()}",
+        "launches": f"{after.counted()}; were {before.counted()}",
         "peak memory": f"{num_bytes(after.peak_bytes)}, was {num_bytes(before.peak_bytes)}; "
         f"budget {num_bytes(found.budget)}",
     }
@@ -361,20 +329,17 @@ def summary(found: Figures) -> dict[str, str]:
 
 
 def _split_text(found: Figures) -> dict[str, str]:
-    """What was cut, what it gained, the bound before and the makespan at other rates; nothing without `split`."""
+    """What was cut, and what it gained; nothing without `split`."""
     split, after = found.split, found.after
     if split is None:
         return {}
     if not split.is_cut:
         return {"split": f"nothing: {split.why}"}
     gain = split.unsplit - after.makespan
-    others = ", ".join(f"{milliseconds(ms)} at M / (M + {n})" for n, ms in split.sensitivity.items())
     return {
         "split": f"{_named(split.collectives)} of {split.group} and {split.products:,} matrix products in "
         f"{split.pieces} pieces; {milliseconds(gain)} ({gain / split.unsplit:.1%}) shorter than "
-        f"{milliseconds(split.unsplit)}, the best without, whose bound is {milliseconds(split.unsplit_bound)}",
-        "pieces": f"copies take {milliseconds(split.copies)}; products of M rows run at "
-        f"M / (M + {split.half_rate}) of the rate; this order takes {others}",
+        f"{milliseconds(split.unsplit)}, the best without; products of M rows run at M / (M + {split.half_rate})",
     }
 
 

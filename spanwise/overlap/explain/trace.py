@@ -3,9 +3,8 @@
     dag ─► schedule ─► timeline ─► trace ─► file
 
 A timeline is a process, with a track for the compute stream and one for each process group. On the compute stream, the
-issue of a collective is an instant, and a wait lasts while compute stands still. Arrows lead from an issue to its
-collective and on to its wait. A counter shows the bytes alive. Times are microseconds ("Trace Event Format", Google,
-2016).
+issue of a collective is an instant, and a wait lasts while compute stands still. A counter shows the bytes alive. Times
+are microseconds ("Trace Event Format", Google, 2016).
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from spanwise.overlap.dag import Kind
+from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.reasons import reasons
-from spanwise.overlap.scheduler import Intervals
 
 _COMPUTE = 0  # its track; groups follow
 
 
 def save_chrome_trace(
     path: str | os.PathLike[str],
-    timelines: Mapping[str, Intervals],
+    timelines: Mapping[str, Timeline],
     *,
     budget: int | None = None,
     groups: Mapping[str, str] | None = None,
@@ -52,7 +51,7 @@ def in_order(groups: Sequence[str], labels: Mapping[str, str]) -> list[str]:
 
 
 def trace_events(
-    timeline: Intervals,
+    timeline: Timeline,
     name: str = "step",
     process: int = 0,
     *,
@@ -78,12 +77,6 @@ def trace_events(
         times = {"ts": float(since), "dur": float(until - since)}
         events.append({"ph": "X", "pid": process, "tid": track, "name": text, "cat": category, **times, "args": facts})
 
-    def arrow(start: int, phase: str, track: int, at: float) -> None:
-        # A viewer binds an arrow to the slice that encloses its time.
-        bound = {"bp": "e"} if phase == "f" else {}
-        flow = {"ph": phase, "id": f"{process}.{start}", "name": "collective", "cat": "flow", **bound}
-        events.append({**flow, "pid": process, "tid": track, "ts": float(at)})
-
     for i in timeline.order.tolist():
         node = dag.nodes[i]
         if node.kind == Kind.COMPUTE and node.ms > 0:
@@ -92,19 +85,16 @@ def trace_events(
             track = tracks[node.group]
             slice_(node.name, _COMPUTE, "issue", issued[i], issued[i])
             slice_(node.name, track, "collective", begin[i], end[i], ms=node.ms, exposed_ms=timeline.exposed[i])
-            arrow(i, "s", _COMPUTE, issued[i])
-            arrow(i, "t", track, begin[i])
         elif node.kind == Kind.WAIT:
             if node.start in why:
                 text = f"exposed: {dag.nodes[node.start].name}"
                 slice_(text, _COMPUTE, "exposed", begin[i], end[i], why=str(why[node.start]))
             else:
                 slice_(node.name, _COMPUTE, "wait", begin[i], end[i])
-            arrow(node.start, "f", _COMPUTE, begin[i])
     return events + _memory(timeline, process)
 
 
-def _memory(timeline: Intervals, process: int) -> list[dict[str, Any]]:
+def _memory(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     """Counter events at each node that changes the bytes alive."""
     order = timeline.order.tolist()
     alive = timeline.dag.alive_bytes(order)

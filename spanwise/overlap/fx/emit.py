@@ -102,7 +102,7 @@ def has_equal_waits(graph: fx.Graph) -> bool:
     return len({tuple(node.all_input_nodes) for node in waits}) < len(waits)
 
 
-def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[int]] | None = None) -> None:
+def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[int]]) -> None:
     """Put the graph of `captured` into `order`, and each bucket into one collective; in place, in linear time.
 
     Afterwards `captured` no longer describes the graph. Its module runs the old code until ``recompile()``. After an
@@ -110,8 +110,7 @@ def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[in
 
     Args:
         order: the numbers of `members`, each once.
-        members: nodes of `captured.dag` that become one: starts of equal `bucket_keys`, their waits, or a single node;
-            default: every node alone.
+        members: nodes of `captured.dag` that become one: starts of equal `bucket_keys`, their waits, or a single node.
 
     Raises:
         GraphError: the order breaks a dependency.
@@ -119,8 +118,6 @@ def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[in
     """
     if not captured.nodes:
         return
-    if members is None:
-        members = [(i,) for i in range(len(captured.dag))]
     captured.dag.check_order([i for at in order for i in members[at]])
     graph = captured.nodes[0].graph
     outputs = graph.find_nodes(op="output")

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from spanwise.overlap import _torch
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.fx.chains import Chains
 from spanwise.overlap.fx.operators import (
@@ -37,7 +36,6 @@ from spanwise.overlap.fx.operators import (
     group_of,
     host_copy,
     is_free,
-    link_of,
     nodes_in,
     peers_of,
     received,
@@ -121,6 +119,10 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
 
 
 _INPUTS = ("placeholder", "get_attr")
+
+
+def _no_link(group: str) -> tuple[str, bool]:
+    return "", False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -246,7 +248,8 @@ class _Builder:
         self.calls.append(node)
         group = group_of(node) if kind == Kind.START else ""
         start, ms = start if kind == Kind.WAIT else -1, self._ms(node, known)
-        self.nodes.append(Node(node.name, kind, ms, tuple(sorted(deps)), group, start, link_of(self.cost, group)))
+        link, is_shared = getattr(self.cost, "link", _no_link)(group) if group else ("", False)
+        self.nodes.append(Node(node.name, kind, ms, tuple(sorted(deps)), group, start, link if is_shared else ""))
         if self.nodes[-1].ms > 0:
             self.last_work[kind] = i
 
@@ -273,10 +276,7 @@ class _Builder:
         values = tensors_of(node)
         for tensor in values:
             if any(type(size) is not int for size in tensor.shape):
-                named = sorted(set().union(*map(_torch.symbols_of, tensor.shape)))
-                symbols = ", ".join(f"{name!r}: …" for name in named)
-                text = f"its shape {tuple(tensor.shape)} is symbolic; give numbers: sizes={{{symbols}}}"
-                raise GraphError(node.name, text)
+                raise GraphError(node.name, f"its shape {tuple(tensor.shape)} is symbolic; give numbers with sizes=")
         return values
 
     def _places(self, nodes: Iterable[fx.Node]) -> list[_Memory]:

@@ -352,13 +352,6 @@ def group_of(node: fx.Node) -> str:
     return group
 
 
-def link_of(cost: Callable[[fx.Node], float], group: str) -> str:
-    """The link that a group shares with others by its cost's method ``link(group)``; "" if none."""
-    link = getattr(cost, "link", None)
-    name, shared = link(group) if link and group else ("", False)
-    return name if shared else ""
-
-
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Identity of the storage while `tensor` lives; None for layouts without a storage."""
     try:

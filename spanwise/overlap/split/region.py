@@ -85,41 +85,35 @@ def _tokens(starts: Sequence[fx.Node], dim: int) -> Iterator[int]:
 
 def _stops(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that are never cut: random ones, what touches memory that is written, symbolic sizes, odd collectives."""
-    groups = _Groups()  # nodes and storages that may share memory
-    written: set[fx.Node] = set()
+    near: dict[Any, list[Any]] = {}  # nodes and storages that may share memory
+    written: set[Any] = set()
+
+    def join(a: Any, b: Any) -> None:
+        near.setdefault(a, []).append(b)
+        near.setdefault(b, []).append(a)
+
     for node in graph.nodes:
         known = traits(node)
         for value in tensors_of(node):
-            groups.join(node, storage_of(value))
+            if (storage := storage_of(value)) is not None:
+                join(node, storage)
         if node.op == "call_function" and (known.is_alias or node.target in (operator.getitem, WAIT)):
             for arg in node.all_input_nodes:
-                groups.join(node, arg)
+                join(node, arg)
         if known.writes:
             written.update((node, *node.all_input_nodes))
-    roots = {groups.root(node) for node in written}
+    todo = list(written)
+    while todo:
+        found = set(near.get(todo.pop(), ())) - written
+        written |= found
+        todo += found
     return {
         node
         for node in graph.nodes
-        if any(groups.root(one) in roots for one in (node, *node.all_input_nodes))
+        if any(one in written for one in (node, *node.all_input_nodes))
         or any(type(size) is not int for x in tensors_of(node) for size in (*x.shape, *x.stride()))
         or (node.target in STARTS and (node.target not in COLLECTIVES or [u.target for u in node.users] != [WAIT]))
     }
-
-
-class _Groups:
-    """Sets of keys that are joined."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Any, Any] = {}
-
-    def root(self, key: Any) -> Any:
-        while (parent := self._parent.get(key, key)) != key:
-            key = parent
-        return key
-
-    def join(self, a: Any, b: Any) -> None:
-        if a is not None and b is not None:
-            self._parent[self.root(a)] = self.root(b)
 
 
 class _Growth:

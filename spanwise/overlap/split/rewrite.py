@@ -7,7 +7,6 @@ of the whole, where something needs all of it. New nodes get their ``meta["val"]
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -29,19 +28,6 @@ class CannotSplit(ValueError):
     """Pieces of a node cannot be made; the text says why."""
 
 
-@dataclasses.dataclass
-class Made:
-    """What a rewrite made.
-
-    Attributes:
-        rows: of each piece of a matrix product, by name: rows of its left operand.
-        copies: names of the nodes that only move data: tensors taken apart and put together.
-    """
-
-    rows: dict[str, int] = dataclasses.field(default_factory=dict)
-    copies: list[str] = dataclasses.field(default_factory=list)
-
-
 def _value(node: fx.Node) -> Any:
     """What an operator returns for the values of its arguments; collectives of fake tensors send nothing."""
     values = [tensor for arg in node.all_input_nodes for tensor in tensors_in(arg.meta.get("val"))]
@@ -61,8 +47,10 @@ def _fake(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def rewrite(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int) -> Made:
+def rewrite(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int) -> dict[str, int]:
     """Replace each node that `cuts` names by its pieces, in place; equal graphs become equal, and compute the same.
+
+    Returns the rows of the left operand of each piece of a matrix product, by name.
 
     Args:
         tokens: size of the region's token axis on a rank. Pieces differ by at most one token.
@@ -80,7 +68,7 @@ def rewrite(graph: fx.Graph, cuts: Mapping[str, Cut], tokens: int, pieces: int) 
     for node in reversed(list(work.cuts)):
         if not node.users:
             graph.erase_node(node)
-    return work.made
+    return work.rows
 
 
 class _Rewrite:
@@ -92,7 +80,7 @@ class _Rewrite:
         self.taken: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
         self.opened: dict[tuple[fx.Node, Cut], fx.Node] = {}
         self.restored: dict[fx.Node, fx.Node] = {}
-        self.made = Made()
+        self.rows: dict[str, int] = {}
 
     def keep(self, node: fx.Node) -> None:
         """Give a node that is not cut whole arguments."""
@@ -147,7 +135,7 @@ class _Rewrite:
         if is_product_of_rows(node, cut):
             left = tensors_of(parts[next(arg for arg in node.all_input_nodes if arg in known)])[0]
             batches = left.shape[0] if node.target is _aten.bmm.default else 1
-            self.made.rows[made.name] = math.prod(left.shape[:-1]) // batches
+            self.rows[made.name] = math.prod(left.shape[:-1]) // batches
         return made
 
     def _call(self, node: fx.Node, call: tuple[Any, Any, Any], parts: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -181,9 +169,7 @@ class _Rewrite:
         )
 
     def _clone(self, source: fx.Node) -> fx.Node:
-        copy = self._add(source, _aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
-        self.made.copies.append(copy.name)
-        return copy
+        return self._add(source, _aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
 
     def _compact(self, part: fx.Node, like: fx.Node | None) -> fx.Node:
         """`part` without gaps, unless the whole `like` has some too."""
@@ -223,7 +209,6 @@ class _Rewrite:
                 part = self._add(node, _aten.view.default, (part, opened))
             parts.append(part)
         made = self._add(node, _aten.cat.default, (parts, at + (cut.blocks > 1)))
-        self.made.copies.append(made.name)
         if cut.blocks > 1:
             made = self._add(node, _aten.view.default, (made, shape))
         if permuted:

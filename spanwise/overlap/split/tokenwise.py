@@ -10,7 +10,6 @@ needs one argument both whole and in pieces.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -108,26 +107,14 @@ def _before_view(source: Sequence[int], view: View, cut: Cut, tokens: int) -> Cu
     return None
 
 
-def _views(node: fx.Node) -> tuple[View, ...]:
+def _views(node: fx.Node) -> list[View]:
     """The results of a view of a contiguous argument."""
-    ((source,), shape) = node.all_input_nodes, _shape(node.all_input_nodes[0])
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: _SOURCE if arg is source else arg)
-    return _made_views(node.target, tuple(shape), _frozen(args), tuple(kwargs.items()))
-
-
-_SOURCE = "source"
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
-
-
-@functools.lru_cache(maxsize=4096)
-def _made_views(target: Any, shape: tuple[int, ...], args: Any, kwargs: Any) -> tuple[View, ...]:
-    source = torch.empty(shape, device="meta")
+    given = torch.empty(_shape(node.all_input_nodes[0]), device="meta")
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda arg: given)
+    target: Any = node.target
     with _torch.without_modes():
-        made = target(*(source if arg is _SOURCE else arg for arg in args), **dict(kwargs))
-    return tuple(View(tuple(x.shape), x.stride(), int(x.storage_offset())) for x in tensors_in(made))
+        made = target(*args, **kwargs)
+    return [View(tuple(x.shape), x.stride(), int(x.storage_offset())) for x in tensors_in(made)]
 
 
 Pairs = Iterable[tuple[Any, Cut | None]]

@@ -6,13 +6,10 @@ import dataclasses
 import math
 
 import pytest
-import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise import CPU_HOST, H100, overlap
 from spanwise.hardware import Link
 from spanwise.overlap.costs.roofline import CostModel
-from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from tests.lockstep import Lockstep
 from tests.overlap.split.test_rewrite import SMALL, error, graphs_of, graphs_on, step
@@ -46,10 +43,9 @@ def test_a_llama_forward_beats_the_bound_of_the_whole_graph() -> None:
     assert found.timeline.peak_bytes <= found.budget == whole.budget
     assert found.before.makespan == whole.before.makespan
     assert math.isclose(split.unsplit, whole.timeline.makespan)
-    assert split.sensitivity[128] <= found.timeline.makespan <= split.sensitivity[512]
     assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(split.collectives)
     text = found.report({axis.name: name for name, axis in graphs.axes.items()})
-    assert "of tp and" in text and "shorter than" in text and "M / (M + 512)" in text
+    assert "of tp and" in text and "shorter than" in text and "M / (M + 256)" in text
     found.graph_module.graph.lint()
     assert all("val" in node.meta for node in found.graph_module.graph.nodes if node.op.startswith("call_"))
 
@@ -82,15 +78,6 @@ def test_nothing_is_cut_where_that_gains_nothing() -> None:
     assert overlap.optimize(graphs.forward, cost).split is None
 
 
-def test_costs_must_know_pieces() -> None:
-    graphs = graphs_on(0, SMALL)
-    cost = slow_network(graphs)
-    table = {n.name: cost(n) for n in graphs.forward.graph.nodes if n.op == "call_function"}
-    with pytest.raises(GraphError, match="split=True made it, and cost must give its milliseconds"):
-        overlap.optimize(graphs.forward, table, split=True)
-    assert overlap.optimize(graphs.forward, table).split is None
-
-
 def test_few_rows_are_slower() -> None:
     """A product of M rows runs at M / (M + 256): with 14 rows a piece nothing is worth it."""
     graphs = graphs_on(0, SMALL)
@@ -98,13 +85,3 @@ def test_few_rows_are_slower() -> None:
     cost = CostModel(slower, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
     result = overlap.optimize(graphs.forward, cost, split=True, effort=1)
     assert result.split is not None and not result.split.is_cut
-
-
-def test_symbolic_sizes_are_not_cut() -> None:
-    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ops = torch.ops._c10d_functional
-        return ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "tp")) @ w
-
-    gm = make_fx(block, tracing_mode="symbolic")(torch.ones(6, 4), torch.ones(4, 8))
-    result = overlap.optimize(gm, lambda node: 1.0, split=True, sizes=64)
-    assert result.split is not None and "symbolic" in result.split.why

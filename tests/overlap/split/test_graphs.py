@@ -144,12 +144,6 @@ def test_pieces_compute_the_same(case: int) -> None:
     assert len(starts(same_in_pieces(function, *inputs))) >= least
 
 
-def test_residual_blocks_put_nothing_whole_together() -> None:
-    found = same_in_pieces(lambda x, w, v: (x + scatter(F.silu(gather(x) @ w) @ v),), drawn(TOKENS, DIM), W, V)
-    assert len(starts(found)) == 4
-    assert not any(n.target == ATEN.cat.default and n.meta["val"].shape[0] > TOKENS for n in found.graph.nodes)
-
-
 def stopped(function: Callable[..., Any], *inputs: torch.Tensor) -> None:
     assert find_regions(traced(function, *inputs).graph) == []
 
@@ -163,24 +157,6 @@ def test_gathers_of_parameters_are_not_cut() -> None:
     stopped(lambda g, x: (scatter(g.t() @ x),), drawn(TOKENS, 8), drawn(TOKENS, DIM))
     stopped(lambda g, x: (scatter((x.t() @ g).t().float().double()),), drawn(TOKENS, 8), drawn(TOKENS, DIM))
     stopped(lambda x, g: (scatter(torch.bmm(x.mT, g)),), drawn(4, TOKENS, DIM), drawn(4, TOKENS, 8))
-
-
-def test_a_gather_that_only_the_region_reads_is_waited_for_whole() -> None:
-    """Rows of a table over another group are added to activations: the table's gather stays one collective."""
-
-    def function(x: torch.Tensor, table: torch.Tensor, w: torch.Tensor) -> Any:
-        rows = OPS.wait_tensor(OPS.all_reduce(table, "sum", "dp"))
-        return (scatter((gather(x) + rows) @ w),)
-
-    gm = traced(function, drawn(TOKENS, DIM), drawn(2 * TOKENS, DIM, seed=4), W)
-    axes = [{**AXIS[rank], "dp": Axis("dp", (0, 1), rank)} for rank in range(RANKS)]
-    feed = [[drawn(TOKENS, DIM, seed=rank), drawn(2 * TOKENS, DIM, seed=4), W] for rank in range(RANKS)]
-    expected = Lockstep([gm] * RANKS, axes).run(feed)
-    region = next(region for region in find_regions(gm.graph) if region.group == "tp" and region.tokens == TOKENS)
-    found = cut(gm, 3, region)
-    assert sum(n.target == OPS.all_reduce.default for n in found.graph.nodes) == 1
-    for late in (False, True):
-        assert error(Lockstep([found] * RANKS, axes, late=late).run(feed), expected) < 1e-12
 
 
 def test_what_is_written_is_not_cut() -> None:
@@ -199,17 +175,6 @@ def test_what_is_written_is_not_cut() -> None:
     gm = traced(alias, drawn(TOKENS, DIM), W)
     names = {n.name for region in find_regions(gm.graph) for n in region.cuts}
     assert not names & {"mm", "sin"}
-
-
-@pytest.mark.parametrize("drop", [F.dropout, lambda h, p: torch.native_dropout(h, p, True)[0]])
-def test_random_operators_stop_a_cut(drop: Callable[..., torch.Tensor]) -> None:
-    gm = traced(lambda x, w, v: (scatter(drop(gather(x) @ w, 0.5) @ v),), drawn(TOKENS, DIM), W, V)
-    names = {n.name for region in find_regions(gm.graph) for n in region.cuts}
-    assert not any("dropout" in name or "bernoulli" in name or "rand" in name for name in names)
-    for region in find_regions(gm.graph):
-        found = cut(gm, 2, region)
-        drawn_numbers = [n for n in found.graph.nodes if "dropout" in n.name or "bernoulli" in n.name]
-        assert not any("piece" in n.name for n in drawn_numbers)
 
 
 def test_operators_of_torch_export() -> None:
