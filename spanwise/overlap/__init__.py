@@ -6,7 +6,7 @@
 A file or folder imports only from those above it, but `Timeline.save_chrome_trace`:
 
 - `dag`: a step as plain data. `bounds` of every order of it.
-- `loops`, `engine`: the machine on which every order is made and timed, in compiled code.
+- `loops`, `scheduler`, `engine`: the machine on which every order is made and timed, in compiled code.
 - `quotient`: a dag with some nodes joined: views to what they follow, collectives to buckets.
 - `search`: orders with a short makespan within a memory budget. `buckets`: collectives that become one launch.
 - `fx`: fx graph to dag and back; captured and saved graphs.

@@ -14,8 +14,9 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from spanwise.overlap.dag import Dag, GraphError, positions
-from spanwise.overlap.engine import Engine, Ints, Run, simulate
+from spanwise.overlap.engine import simulate
 from spanwise.overlap.quotient import Quotient, alone, joined, split_units, units_of
+from spanwise.overlap.scheduler import Engine, Ints, Run
 from spanwise.overlap.search import FEWEST, Schedule, schedule
 
 Bucket = tuple[int, ...]

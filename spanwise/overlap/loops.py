@@ -1,9 +1,9 @@
-"""The compiled loops of `engine`: one step that issues a node; the list scheduler, replay and settling around it.
+"""The compiled loops of `scheduler`: one step that issues a node; the list scheduler, replay and settling around it.
 
 Streams and memory are resources that a node takes when it is issued (`_issue`). Memory must leave a way to the end: the
 banker's algorithm (E. W. Dijkstra, EWD 623), with a known order as the safe sequence. A node is safe if all nodes left,
 run in the known order after it, stay within the budget. The next node of the known order always is. Sums are made in a
-fixed order, so that all ranks find the same. `engine` describes the arguments.
+fixed order, so that all ranks find the same. `scheduler` describes the arguments.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.engine import Ints
+from spanwise.overlap.scheduler import Ints
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

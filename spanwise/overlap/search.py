@@ -23,7 +23,8 @@ import numpy as np
 
 from spanwise.overlap.bounds import Bounds, heads, lower_bounds, tails
 from spanwise.overlap.dag import Dag, Kind, positions
-from spanwise.overlap.engine import Engine, Floats, Ints, Rule, Run, Timeline, simulate
+from spanwise.overlap.engine import Timeline, simulate
+from spanwise.overlap.scheduler import Engine, Floats, Ints, Rule, Run
 
 GIB = 2**30
 OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"

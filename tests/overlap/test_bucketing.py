@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.buckets import bucket
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
-from spanwise.overlap.engine import Engine
 from spanwise.overlap.quotient import Quotient, joined, split_units, units_of
+from spanwise.overlap.scheduler import Engine
 from spanwise.overlap.search import schedule
 from tests.overlap.test_simulate import dags
 

@@ -13,7 +13,8 @@ from hypothesis import given, strategies as st
 
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.engine import Engine, Rule, simulate
+from spanwise.overlap.engine import simulate
+from spanwise.overlap.scheduler import Engine, Rule
 from spanwise.overlap.search import default_budget, low_memory_order, schedule
 from tests.overlap.test_simulate import dags, orders
 

@@ -18,9 +18,10 @@ import pytest
 from spanwise import H100, overlap
 from spanwise.hardware import Link
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
-from spanwise.overlap.engine import Engine, Rule, simulate
+from spanwise.overlap.engine import simulate
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.pytorch_pass import pytorch_order
+from spanwise.overlap.scheduler import Engine, Rule
 from spanwise.overlap.search import OPTIMAL, schedule
 from tests.overlap.pipelines import Stage
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from spanwise.overlap.bounds import Reach, compute_of
 from spanwise.overlap.dag import rounding
-from spanwise.overlap.engine import Engine, Ints, Timeline
+from spanwise.overlap.scheduler import Engine, Ints
 from spanwise.units import milliseconds, num_bytes
 
 _TRIED = 3_000_000  # nodes issued in all trials of one timeline, 1 to 2 s; the least exposed collectives get none
@@ -93,7 +94,7 @@ class Reason:
         return ", ".join(found)
 
 
-def reasons(timeline: Timeline, *, budget: int | None = None) -> dict[int, Reason]:
+def reasons(timeline: Any, *, budget: int | None = None) -> dict[int, Reason]:
     """Reasons for each exposed collective of a timeline, by its start.
 
     Its exposed milliseconds go to the reasons in the order of `Why`, each as many as its change hides, until none are
@@ -117,7 +118,7 @@ def reasons(timeline: Timeline, *, budget: int | None = None) -> dict[int, Reaso
 class _Trials:
     """A timeline, changed for one collective at a time."""
 
-    def __init__(self, timeline: Timeline, budget: float, reach: Reach) -> None:
+    def __init__(self, timeline: Any, budget: float, reach: Reach) -> None:
         self.timeline, self.dag, self.reach = timeline, timeline.dag, reach
         self.number = {start: number for number, start in enumerate(self.dag.starts)}
         self.budget = max(budget, timeline.peak_bytes)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from spanwise.overlap.dag import Kind
-from spanwise.overlap.engine import Timeline
 from spanwise.overlap.explain.reasons import reasons
 
 _COMPUTE = 0  # its track; groups follow
@@ -26,7 +25,7 @@ _COMPUTE = 0  # its track; groups follow
 
 def save_chrome_trace(
     path: str | os.PathLike[str],
-    timelines: Mapping[str, Timeline],
+    timelines: Mapping[str, Any],
     *,
     budget: int | None = None,
     groups: Mapping[str, str] | None = None,
@@ -51,7 +50,7 @@ def in_order(groups: Sequence[str], labels: Mapping[str, str]) -> list[str]:
 
 
 def trace_events(
-    timeline: Timeline,
+    timeline: Any,
     name: str = "step",
     process: int = 0,
     *,
@@ -94,7 +93,7 @@ def trace_events(
     return events + _memory(timeline, process)
 
 
-def _memory(timeline: Timeline, process: int) -> list[dict[str, Any]]:
+def _memory(timeline: Any, process: int) -> list[dict[str, Any]]:
     """Counter events at each node that changes the bytes alive."""
     order = timeline.order.tolist()
     alive = timeline.dag.alive_bytes(order)
