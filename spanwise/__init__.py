@@ -25,7 +25,6 @@ if _TYPE_CHECKING:
     from spanwise.attention.rank_plan import RankPlan as RankPlan
     from spanwise.attention.verify import VerifyReport as VerifyReport, verify as verify
     from spanwise.batch.datasets import GlobalBatchDataset as GlobalBatchDataset, GlobalBatchStream as GlobalBatchStream
-    from spanwise.batch.document_order import DocumentOrder as DocumentOrder
     from spanwise.batch.global_batch import GlobalBatch as GlobalBatch
     from spanwise.batch.global_batches import GlobalBatches as GlobalBatches
     from spanwise.batch.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
@@ -71,7 +70,6 @@ _HOMES = {
     "attention.rank_plan": "RankPlan",
     "attention.verify": "VerifyReport verify",
     "batch.datasets": "GlobalBatchDataset GlobalBatchStream",
-    "batch.document_order": "DocumentOrder",
     "batch.global_batch": "GlobalBatch",
     "batch.global_batches": "GlobalBatches",
     "batch.loss": "cross_entropy linear_cross_entropy",

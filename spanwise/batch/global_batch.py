@@ -38,7 +38,7 @@ class GlobalBatch:
         pieces: int64 ``[n, 3]`` of (document, start, stop), read-only. Each counts as a document: where a document was
             cut, masks, positions and labels do not reach across the cut.
         plan: of all ranks, over the tokens of the pieces and then the padding.
-        next_position: where the next batch begins, in tokens of the `DocumentOrder`.
+        next_position: where the next batch begins, in tokens of the documents' order.
 
     >>> import numpy as np, spanwise
     >>> batches = spanwise.GlobalBatches([6, 3, 5], num_ranks=2, tokens_per_rank=5, balancer="head_tail")

@@ -15,13 +15,83 @@ from typing import Any
 
 import numpy as np
 
-from spanwise.batch.document_order import DocumentOrder
 from spanwise.batch.global_batch import GlobalBatch
 from spanwise.masks.arrays import Int64
-from spanwise.masks.checks import check_index, check_positive
+from spanwise.masks.checks import check_index, check_lengths, check_positive
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.requests import check_hardware, levels, required
+
+
+class DocumentOrder:
+    """The documents of `GlobalBatches` end to end, epoch after epoch, each epoch in another order.
+
+    A position is the number of tokens before it, which does not depend on ranks or batch sizes.
+
+    Attributes:
+        epoch_tokens: tokens of all documents.
+        longest: tokens of the longest document, after long ones were cut.
+        digest: hex digest of the arguments: equal orders have equal ones.
+    """
+
+    def __init__(self, lengths: Any, seed: int | None = None, max_document: int | None = None) -> None:
+        tokens = check_lengths(lengths, "lengths")
+        self.seed = None if seed is None else check_index(seed, "seed")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be between 0 and 2**64 - 1, or None for the order of lengths, got {seed}")
+        self.epoch_tokens = int(tokens.sum())
+        if self.epoch_tokens == 0:
+            raise ValueError(f"an order needs a document with a token, got {len(tokens)} documents, all empty")
+        limit = int(tokens.max()) if max_document is None else check_positive(max_document, "max_document")
+        parts = -(-tokens // min(limit, 2**62))
+        # Part i of p covers tokens n * i // p … n * (i + 1) // p of its document.
+        self._document = np.repeat(np.arange(len(tokens)), parts)
+        number = np.arange(len(self._document)) - np.repeat(np.cumsum(parts) - parts, parts)
+        whole, parts = tokens[self._document], parts[self._document]
+        quotient, remainder = whole // parts, whole % parts  # separate, because n * i may exceed int64
+        self._start = quotient * number + remainder * number // parts
+        self._length = quotient + remainder * (number + 1) // parts - remainder * number // parts
+        self.longest = int(self._length.max())
+        self._epoch: tuple[int, Int64, Int64] | None = None  # the last epoch in use
+        arguments = f"{seed} {max_document}\n".encode()
+        self.digest = hashlib.blake2b(arguments + tokens.astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+    def _order(self, epoch: int) -> tuple[Int64, Int64]:
+        """Parts of an epoch in order, and the offsets ``[num_parts + 1]`` at which they lie in it."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            index = np.arange(len(self._length))
+            if self.seed is not None:
+                # Not a shuffle: numpy keeps the stream of a bit generator from release to release, and that alone.
+                index = np.argsort(np.random.PCG64([self.seed, epoch]).random_raw(len(index)), kind="stable")
+            self._epoch = (epoch, index, np.concatenate(([0], np.cumsum(self._length[index]))))
+        return self._epoch[1], self._epoch[2]
+
+    def pieces(self, position: int, length: int) -> Int64:
+        """Documents in ``[position, position + length)``; those at its ends may be cut.
+
+        Returns:
+            int64 ``[n, 3]`` of (document, start, stop), in order; none is empty.
+        """
+        found = [np.empty((0, 3), np.int64)]
+        end = position + length
+        while position < end:
+            epoch, inside = divmod(position, self.epoch_tokens)
+            order, offsets = self._order(epoch)
+            stop = min(inside + end - position, self.epoch_tokens)
+            first = int(np.searchsorted(offsets, inside, side="right")) - 1
+            last = int(np.searchsorted(offsets, stop, side="left"))
+            parts, at = order[first:last], offsets[first : last + 1]
+            start = self._start[parts] - at[:-1]
+            begin, finish = np.maximum(at[:-1], inside), np.minimum(at[1:], stop)
+            found.append(np.column_stack([self._document[parts], start + begin, start + finish]))
+            position += stop - inside
+        return np.concatenate(found)
+
+    def last_end(self, position: int) -> int:
+        """The last place up to `position` at which a document ends, or the first one of an epoch begins."""
+        epoch, inside = divmod(position, self.epoch_tokens)
+        offsets = self._order(epoch)[1]
+        return epoch * self.epoch_tokens + int(offsets[np.searchsorted(offsets, inside, side="right") - 1])
 
 
 class GlobalBatches:
@@ -50,7 +120,7 @@ class GlobalBatches:
         options: for `make_plan`: ``num_q_heads``, ``hardware``, ``exchange``, ``weights`` and so on.
 
     Attributes:
-        order: the `DocumentOrder`.
+        order: of the documents, epoch after epoch; ``order.pieces(position, length)`` are those of some tokens.
         size: number of ranks.
         batch_tokens: tokens of a full batch.
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import spanwise
-from spanwise import DocumentOrder, GlobalBatch, GlobalBatchDataset, GlobalBatches, GlobalBatchStream
+from spanwise import GlobalBatch, GlobalBatchDataset, GlobalBatches, GlobalBatchStream
+from spanwise.batch.global_batches import DocumentOrder
 from tests.scripts import forked
 
 PLAN: dict[str, Any] = {"block_size": 4, "exchange": "needed", "stages": 1}
