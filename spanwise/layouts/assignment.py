@@ -8,12 +8,15 @@ Above the balancers, below planning:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail, PerDocumentHeadTail, contiguous
+from spanwise.layouts import balancers
+from spanwise.layouts.balancers import contiguous
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
@@ -26,39 +29,32 @@ from spanwise.masks.span_mask import SpanMask
 # "lpt" 1.49, 1.07, 1.01, 1.00; "ptrr" 2.08, 1.47, 1.19, 1.09. "local" receives least with 2 to 16 alike (4.7 to 5.7 S).
 _BLOCKS_PER_GROUP = 8
 
-_BY_NAME: Mapping[str, LoadBalancer] = {
-    "contiguous": Contiguous(),
-    "head_tail": HeadTail(),
-    "per_document_head_tail": PerDocumentHeadTail(),
-    "ptrr": PTRR(),
-    "lpt": LPT(),
-    "spt": LPT(longest_first=False),
-    "local": Local(),
+BY_NAME: Mapping[str, Callable[[LayoutProblem, int], ArrayLike | Layout]] = {
+    "contiguous": lambda problem, num_ranks: contiguous(problem.seq_len, num_ranks),
+    "head_tail": balancers.head_tail,
+    "per_document_head_tail": balancers.per_document_head_tail,
+    "ptrr": balancers.ptrr,
+    "lpt": balancers.lpt,
+    "spt": functools.partial(balancers.lpt, longest_first=False),
+    "local": Local().assign,
 }
 
 
-def resolve(balancer: str | LoadBalancer) -> LoadBalancer:
-    """The balancer of a name, or an object with ``assign`` as it is; ``ValueError`` for anything else."""
-    known = ", ".join(map(repr, _BY_NAME))
-    if isinstance(balancer, str):
-        if balancer not in _BY_NAME:
-            raise ValueError(
-                f"unknown balancer {balancer!r}; use {known} or an object with assign(problem, num_ranks); "
-                "make_plan also takes 'auto' and 'dual_chunk'"
-            )
-        return _BY_NAME[balancer]
+def assign_layout(balancer: str | LoadBalancer, problem: LayoutProblem, num_ranks: int) -> Layout:
+    """Run a balancer; ``ValueError`` for what is none, and if the answer is not a layout of this problem."""
+    check_positive(num_ranks, "num_ranks")
+    known = ", ".join(map(repr, BY_NAME))
+    if isinstance(balancer, str) and balancer not in BY_NAME:
+        raise ValueError(
+            f"unknown balancer {balancer!r}; use {known} or an object with assign(problem, num_ranks); make_plan also "
+            f"takes 'auto' and 'dual_chunk'"
+        )
     if isinstance(balancer, type):
         raise ValueError(f"a balancer is an object, got the class {balancer.__name__}: pass {balancer.__name__}()")
-    if not callable(getattr(balancer, "assign", None)):
+    assign = BY_NAME[balancer] if isinstance(balancer, str) else getattr(balancer, "assign", None)
+    if not callable(assign):
         raise ValueError(f"a balancer needs a method assign(problem, num_ranks), {balancer!r} has none; or use {known}")
-    return balancer
-
-
-def assign_layout(balancer: str | LoadBalancer, problem: LayoutProblem, num_ranks: int) -> Layout:
-    """Run a balancer; ``ValueError`` names it if its answer is not a layout of this problem."""
-    check_positive(num_ranks, "num_ranks")
-    balancer = resolve(balancer)
-    answer, name = balancer.assign(problem, num_ranks), type(balancer).__name__
+    answer, name = assign(problem, num_ranks), balancer if isinstance(balancer, str) else type(balancer).__name__
     if not isinstance(answer, Layout):
         try:
             answer = Layout.from_owners(answer, num_ranks, problem.seq_len, problem.block_size)

@@ -7,7 +7,6 @@ step.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,78 +17,60 @@ from spanwise.layouts.problem import LayoutProblem
 from spanwise.masks.arrays import Int64
 
 
-@dataclass(frozen=True)
-class Contiguous:
-    """Rank r holds the r-th of ``num_ranks`` equal chunks; chunks differ by at most one token."""
-
-    def assign(self, problem: LayoutProblem, num_ranks: int) -> Layout:
-        return contiguous(problem.seq_len, num_ranks)
-
-
 def contiguous(length: int, num_ranks: int) -> Layout:
-    """The layout of `Contiguous`: ``num_ranks`` equal chunks of ``length`` tokens."""
+    """Rank r holds the r-th of ``num_ranks`` equal chunks; chunks differ by at most one token."""
     sizes = length // num_ranks + (np.arange(num_ranks) < length % num_ranks)
     bounds = np.append(0, np.cumsum(sizes))
     return Layout([np.column_stack([np.arange(num_ranks), bounds[:-1], bounds[1:]])], num_ranks, length)
 
 
-@dataclass(frozen=True)
-class HeadTail:
+def head_tail(problem: LayoutProblem, num_ranks: int) -> Layout:
     """Rank r holds chunks r and ``2 * num_ranks - 1 - r`` of ``2 * num_ranks``: balances a causal mask.
 
     Chunks differ by at most one token, and so do ranks. Equals PyTorch's `_HeadTailLoadBalancer` for the lengths that
     it accepts (``seq_len % (2 * num_ranks) == 0``).
     """
-
-    def assign(self, problem: LayoutProblem, num_ranks: int) -> Layout:
-        offsets = np.array([0, problem.seq_len])
-        return Layout([head_tail_pieces(offsets, num_ranks)], num_ranks, problem.seq_len)
+    offsets = np.array([0, problem.seq_len])
+    return Layout([head_tail_pieces(offsets, num_ranks)], num_ranks, problem.seq_len)
 
 
-@dataclass(frozen=True)
-class PerDocumentHeadTail:
+def per_document_head_tail(problem: LayoutProblem, num_ranks: int) -> Layout:
     """Head and tail of *every document* on every rank: balances causal documents at the price of much traffic.
 
     The layout that PyTorch documents for `_PerDocumentHeadTailLoadBalancer` (rank-major; release 2.13 computes
     document-major indices instead), for documents of any length: ranks differ by at most one token in total. Needs
     ``problem.cu_seqlens``.
     """
-
-    def assign(self, problem: LayoutProblem, num_ranks: int) -> Layout:
-        if problem.cu_seqlens_rows is None:
-            raise ValueError(
-                "balancer 'per_document_head_tail' needs cu_seqlens, because spans do not tell where documents start: "
-                "give cu_seqlens, or choose a balancer that reads the mask alone, such as 'lpt' or 'ptrr'"
-            )
-        pieces = [head_tail_pieces(offsets, num_ranks) for offsets in problem.cu_seqlens_rows]
-        return Layout(pieces, num_ranks, problem.seq_len)
+    if problem.cu_seqlens_rows is None:
+        raise ValueError(
+            "balancer 'per_document_head_tail' needs cu_seqlens, because spans do not tell where documents start: "
+            "give cu_seqlens, or choose a balancer that reads the mask alone, such as 'lpt' or 'ptrr'"
+        )
+    pieces = [head_tail_pieces(offsets, num_ranks) for offsets in problem.cu_seqlens_rows]
+    return Layout(pieces, num_ranks, problem.seq_len)
 
 
-@dataclass(frozen=True)
-class PTRR:
+def ptrr(problem: LayoutProblem, num_ranks: int) -> Int64:
     """Processing-time based round-robin: assigns blocks in zig-zag, by falling number of non-empty kv blocks.
 
     Equals PyTorch's `_PTRRLoadBalancer` (pytorch/pytorch #163617) for the masks that it accepts. Here the number of
     blocks need not be a multiple of the ranks, and several masks are summed with their weights.
     """
-
-    def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64:
-        num_blocks = problem.num_blocks
-        has_short = problem.seq_len % problem.block_size != 0
-        lap, step = np.divmod(np.arange(num_blocks), num_ranks)
-        rank_of_turn = np.where(lap % 2 == 0, step, num_ranks - 1 - step)
-        owner = np.empty((problem.batch_size, num_blocks), dtype=np.int64)
-        for row, counts in enumerate(problem.block_counts):
-            order = np.argsort(-counts, kind="stable")
-            if has_short:
-                # The last turn: its rank is the same in every batch row.
-                order = np.append(order[order != num_blocks - 1], num_blocks - 1)
-            owner[row, order] = rank_of_turn
-        return owner
+    num_blocks = problem.num_blocks
+    has_short = problem.seq_len % problem.block_size != 0
+    lap, step = np.divmod(np.arange(num_blocks), num_ranks)
+    rank_by_position = np.where(lap % 2 == 0, step, num_ranks - 1 - step)
+    owner = np.empty((problem.batch_size, num_blocks), dtype=np.int64)
+    for row, counts in enumerate(problem.block_counts):
+        order = np.argsort(-counts, kind="stable")
+        if has_short:
+            # At the end: its rank is the same in every batch row.
+            order = np.append(order[order != num_blocks - 1], num_blocks - 1)
+        owner[row, order] = rank_by_position
+    return owner
 
 
-@dataclass(frozen=True)
-class LPT:
+def lpt(problem: LayoutProblem, num_ranks: int, *, longest_first: bool = True) -> Int64:
     """Longest (or shortest) processing time first: each block to the rank with the least work so far.
 
     Work is the exact mask area of a block. List scheduling on identical machines (R. L. Graham, "Bounds on
@@ -98,16 +79,12 @@ class LPT:
     Args:
         longest_first: heaviest blocks first; False is the shortest-first sibling, name ``"spt"``.
     """
-
-    longest_first: bool = True
-
-    def assign(self, problem: LayoutProblem, num_ranks: int) -> Int64:
-        has_short = problem.seq_len % problem.block_size != 0
-        owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
-        for row, work in enumerate(problem.block_area):
-            order = np.argsort(-work if self.longest_first else work, kind="stable")
-            owner[row] = _least_loaded(work, order, num_ranks, has_short)
-        return owner
+    has_short = problem.seq_len % problem.block_size != 0
+    owner = np.empty((problem.batch_size, problem.num_blocks), dtype=np.int64)
+    for row, work in enumerate(problem.block_area):
+        order = np.argsort(-work if longest_first else work, kind="stable")
+        owner[row] = _least_loaded(work, order, num_ranks, has_short)
+    return owner
 
 
 def head_tail_pieces(offsets: Int64, num_ranks: int) -> Int64:

@@ -1,4 +1,4 @@
-"""PTRR on the device: the schedule of `balancers.PTRR` as torch ops, for use inside a compiled step.
+"""PTRR on the device: the schedule of `balancers.ptrr` as torch ops, for use inside a compiled step.
 
 For models that compute block counts on the accelerator, for instance from a mask that depends on data. Planning on the
 host does not need it.

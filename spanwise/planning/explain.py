@@ -62,10 +62,8 @@ def describe_hosts(plan: PlanData, mask: str) -> str:
     """
     moved = memory.host_traffic(plan, mask)
     share = moved.inside / max(moved.inside + moved.between, 1)
-    between, once = (count / plan.num_ranks for count in moved[2:])
+    between = moved.between / plan.num_ranks
     said = f"hosts of {moved.host_size} ranks: {share:.1%} of the K/V tokens stay inside; {between:,.0f} a rank cross"
     if plan.num_q_heads and plan.head_dim:
         said += f" ({num_bytes(between * float(memory.kv_token_bytes(plan)))})"
-    if plan.kv_exchange.by_host:
-        return f"{said}, each once a host"
-    return f"{said}; {once:,.0f} if a token entered a host once"
+    return f"{said}, each once a host" if plan.kv_exchange.by_host else said

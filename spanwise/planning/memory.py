@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spanwise.layouts import traffic
-from spanwise.layouts.layout import Layout
 from spanwise.masks.arrays import Int64
 from spanwise.planning.plan_data import PlanData
 
@@ -146,13 +144,11 @@ class HostTraffic(NamedTuple):
         host_size: ranks of a host.
         inside: from ranks of the same host.
         between: from other hosts; a token counts for each rank that receives it.
-        once: tokens that some rank of a host reads and none holds; each counts once a host.
     """
 
     host_size: int
     inside: int
     between: int
-    once: int
 
 
 def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraffic:
@@ -165,12 +161,4 @@ def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraf
         )
     tokens, host = plan.traffic(mask), np.arange(plan.num_ranks) // size
     inside = int(tokens[host[:, None] == host].sum())
-
-    def by_host(layout: Layout) -> Layout:
-        pieces = [layout.pieces(row) for row in range(layout.batch_size)]
-        tables = [np.column_stack([host[each[:, 0]], each[:, 1:]]) for each in pieces]
-        return Layout(tables, int(host[-1]) + 1, layout.seq_len)
-
-    rows = traffic.needs(plan.mask(mask), by_host(plan.layout), by_host(plan.kv_layout))
-    entering = sum(int((runs[:, 1] - runs[:, 0]).sum()) for row in rows for runs in row)
-    return HostTraffic(size, inside, int(tokens.sum()) - inside, plan.batch_size // len(rows) * entering)
+    return HostTraffic(size, inside, int(tokens.sum()) - inside)

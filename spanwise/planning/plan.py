@@ -118,7 +118,7 @@ class Plan(PlanData):
         >>> mask = spanwise.SpanMask.documents([0, 300, 512])
         >>> plan = spanwise.make_plan(mask, 4, balancer="contiguous", exchange="needed")
         >>> plan.host_traffic(host_size=2)
-        HostTraffic(host_size=2, inside=212, between=256, once=256)
+        HostTraffic(host_size=2, inside=212, between=256)
         """
         return memory.host_traffic(self, mask, host_size)
 

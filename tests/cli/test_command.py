@@ -22,7 +22,7 @@ from spanwise.cli import app, options, verify
 from spanwise.cli.options import CalibrateOptions, OverlapOptions, PlanOptions
 from spanwise.cli.output import PRESETS
 from spanwise.cli.ranks import RankFailure, run_ranks
-from spanwise.layouts.assignment import resolve
+from spanwise.layouts.assignment import BY_NAME
 from spanwise.routes.exchanges import EXCHANGES
 from tests.cli.commands import run
 
@@ -44,9 +44,7 @@ def test_help_shows_the_values() -> None:
 
 
 def test_values_are_those_of_the_package() -> None:
-    names = get_args(options.Balancer)[1:]
-    with pytest.raises(ValueError, match="use " + ", ".join(map(repr, names)) + " or an object"):
-        resolve("none")
+    assert get_args(options.Balancer)[1:] == tuple(BY_NAME)
     assert set(get_args(options.Exchange)) == {"auto", *EXCHANGES}
     assert set(get_args(get_type_hints(CalibrateOptions)["kernel"])) == {"auto", *KERNELS}
     assert all(hasattr(torch, name) for name in get_args(options.Dtype))

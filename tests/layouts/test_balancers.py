@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from benchmarks.plan import document_offsets
-from spanwise.layouts.assignment import assign_layout, resolve
-from spanwise.layouts.balancers import LPT, PTRR, Contiguous, HeadTail
+from spanwise.layouts.assignment import assign_layout
+from spanwise.layouts.balancers import lpt, ptrr
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.masks.span_mask import SpanMask
@@ -83,17 +83,16 @@ def stub_problem(**figures):
 
 
 def test_ptrr_documented_example():
-    owner = PTRR().assign(stub_problem(block_counts=TIMES), 4)[0]
+    owner = ptrr(stub_problem(block_counts=TIMES), 4)[0]
     blocks = [np.flatnonzero(owner == rank).tolist() for rank in range(4)]
     assert blocks == [[3, 12, 13, 14], [2, 4, 7, 9], [1, 8, 11, 15], [0, 5, 6, 10]]
 
 
 def test_lpt_by_hand():
     # Heaviest first 7 6 5 4 3 1: ranks 0 1 | 5 to 1 (6 < 7), 4 to 0 | both hold 11: 3 to 0 | 1 to 1.
-    assert LPT().assign(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2).tolist() == [[1, 0, 0, 1, 1, 0]]
+    assert lpt(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2).tolist() == [[1, 0, 0, 1, 1, 0]]
     # Shortest first, 1 3 4 5 6 7, alternates.
-    spt = LPT(longest_first=False)
-    assert spt.assign(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2).tolist() == [[0, 1, 1, 1, 0, 0]]
+    assert lpt(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2, longest_first=False).tolist() == [[0, 1, 1, 1, 0, 0]]
 
 
 def test_a_short_last_block_is_on_rank_0():
@@ -104,7 +103,7 @@ def test_a_short_last_block_is_on_rank_0():
 
 def test_lpt_takes_the_left_over_block_where_it_costs_least():
     # Five blocks, four ranks: the two lightest share a rank, not the first rank's heaviest one with the lightest.
-    owner = LPT().assign(stub_problem(block_area=[9, 8, 7, 2, 1]), 4)[0]
+    owner = lpt(stub_problem(block_area=[9, 8, 7, 2, 1]), 4)[0]
     assert owner[3] == owner[4] == 0
     assert sorted(owner.tolist()) == [0, 0, 1, 2, 3]
 
@@ -117,7 +116,7 @@ def test_list_scheduling(per_rank, num_ranks, longest_first, random):
     for block in sorted(work, reverse=longest_first):
         rank = min((r for r in range(num_ranks) if count[r] < per_rank), key=lambda r: (load[r], count[r], r))
         load[rank], count[rank] = load[rank] + block, count[rank] + 1
-    owner = LPT(longest_first).assign(stub_problem(block_area=work), num_ranks)[0]
+    owner = lpt(stub_problem(block_area=work), num_ranks, longest_first=longest_first)[0]
     assert sorted(np.bincount(owner, work, num_ranks)) == sorted(load) and np.bincount(owner).tolist() == count
 
 
@@ -262,18 +261,17 @@ def test_user_balancer_with_a_bad_answer(answer, message):
         assign_layout(Returns(answer), problem_of(mask, block_size=4), 2)
 
 
-def test_resolve():
-    assert resolve("contiguous") == Contiguous()
-    assert resolve("lpt") == LPT() != resolve("spt") == LPT(longest_first=False)
-    assert resolve(mine := HeadTail()) is mine
-    with pytest.raises(
-        ValueError, match="unknown balancer 'headtail'; use 'contiguous', 'head_tail'.* 'spt', 'local' or an obj"
+def test_what_is_no_balancer():
+    problem = problem_of(CAUSAL)
+    for wrong, message in (
+        ("headtail", "unknown balancer 'headtail'; use 'contiguous', 'head_tail'.* 'spt', 'local' or an obj"),
+        (Returns, r"got the class Returns: pass Returns\(\)"),
+        (7, r"needs a method assign\(problem, num_ranks\), 7 has none"),
     ):
-        resolve("headtail")
-    with pytest.raises(ValueError, match=r"got the class PTRR: pass PTRR\(\)"):
-        resolve(PTRR)
-    with pytest.raises(ValueError, match=r"needs a method assign\(problem, num_ranks\), 7 has none"):
-        resolve(7)
+        with pytest.raises(ValueError, match=message):
+            assign_layout(wrong, problem, 2)
+    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+        assign_layout("contiguous", problem, 0)
 
 
 CAUSAL = SpanMask.causal(8)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spanwise.layouts.balancers import PTRR
+from spanwise.layouts.balancers import ptrr
 from spanwise.layouts.ptrr import ptrr_schedule
 
 # The example of PyTorch's own docstring (_PTRRLoadBalancer.ptrr_scheduling).
@@ -30,7 +30,7 @@ def test_is_the_schedule_of_the_host_balancer(times, num_ranks):
     problem = SimpleNamespace(
         num_blocks=num_blocks, seq_len=num_blocks, block_size=1, batch_size=len(times), block_counts=np.array(times)
     )
-    owner = PTRR().assign(problem, num_ranks)
+    owner = ptrr(problem, num_ranks)
     blocks = ptrr_schedule(torch.tensor(times), num_ranks)
     assert blocks.shape == (len(times), num_ranks, -(-num_blocks // num_ranks))
     for row in range(len(times)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 
+from spanwise import SpanMask, make_plan
 from spanwise.planning.plan import Plan
 from tests.oracle import chunk_of
 from tests.planning.test_traffic import Dense, group_keys, problems, ring_walk
@@ -73,3 +74,11 @@ def test_received_bytes(problem: tuple[Plan, Dense]) -> None:
                 elements += dense.keys(other) * share.held * (qk_dim + v_dim)
                 elements += dense.queries(rank) * (heads // plan.inner) * v_dim
         assert plan.recv_bytes()[rank] == elements * plan.itemsize
+
+
+def test_repeated_heads_are_held_beside_their_packed_form() -> None:
+    """Where the four ranks share one K/V head: own q and K/V, K/V for each rank, and what comes."""
+    shape = dict(num_q_heads=8, num_kv_heads=1, head_dim=64, v_head_dim=1)
+    plan = make_plan(SpanMask.causal(64), 4, exchange="ulysses", **shape)
+    q, kv = 16 * 8 * 64 * 2, 16 * (64 + 1) * 2
+    assert plan.resident_bytes().tolist() == [(q + kv + 4 * kv) + (q + 4 * kv)] * 4

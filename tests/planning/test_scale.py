@@ -30,8 +30,7 @@ def test_1024_ranks_with_10_000_documents(median, sigma, most):
     plan = make_plan(mask, 1024, balancer="local", exchange="hierarchical", hardware=spanwise.H100)
     assert time.process_time() - started < 2
     assert np.ptp(plan.layout.tokens_per_rank) == 0 and plan.imbalance() <= 1.05
-    moved = plan.host_traffic()
-    assert moved.once == moved.between <= most  # tokens
+    assert plan.host_traffic().between <= most  # tokens
     build(plan, 0)
     started = time.process_time()
     build(plan, 1)
