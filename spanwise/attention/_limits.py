@@ -8,9 +8,7 @@ import operator
 import torch
 
 from spanwise import _torch
-from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.rank_plan import RankPlan
-from spanwise.masks.checks import check_finite
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NO_TRANSFORM = (
@@ -42,25 +40,6 @@ def fix_sizes(*sizes: int) -> None:
     if torch.compiler.is_compiling():
         for size in sizes:
             operator.index(size)
-
-
-def check_numbers(options: AttentionOptions) -> None:
-    """``ValueError`` for a scale or softcap that is not a usable number, or for options that exclude each other."""
-    if options.scale is not None:
-        check_finite(options.scale, "scale", like="; None is 1 / sqrt(head_dim)")
-    if options.softcap is not None and options.score_mod is not None:
-        raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
-    if options.softcap is not None:
-        check_finite(options.softcap, "softcap", positive=True)
-
-
-def check_sinks(sinks: torch.Tensor | None, num_heads: int) -> None:
-    """``ValueError`` unless `sinks` is None, ``[Hq]`` or ``[Hq, n]``."""
-    if sinks is not None and (sinks.dim() not in (1, 2) or sinks.shape[0] != num_heads):
-        raise ValueError(
-            f"sinks must be one logit a query head, [{num_heads}], or several, [{num_heads}, n], got "
-            f"{tuple(sinks.shape)}"
-        )
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,4 +94,8 @@ def check_shapes(
         raise ValueError(
             f"the rank plan is on {local.tokens.device}, q on {q.device}; build it with plan.local(mesh, q.device)"
         )
-    check_sinks(sinks, q.shape[1])
+    if sinks is not None and (sinks.dim() not in (1, 2) or sinks.shape[0] != q.shape[1]):
+        raise ValueError(
+            f"sinks must be one logit a query head, [{q.shape[1]}], or several, [{q.shape[1]}, n], got "
+            f"{tuple(sinks.shape)}"
+        )

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from spanwise import _torch
 from spanwise.attention import failure, ulysses
 from spanwise.attention._limits import (
-    check_numbers,
     check_shapes,
     check_transforms,
     fix_sizes,
@@ -35,6 +34,7 @@ from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, mesh_of
+from spanwise.masks.checks import check_finite
 from spanwise.planning.plan import Plan
 
 
@@ -254,7 +254,12 @@ def _resolved(q: torch.Tensor, call: _Call) -> tuple[RankPlan, DeviceMesh | None
     if not isinstance(request, AuxRequest):
         raise ValueError(f"return_aux must be spanwise.AuxRequest(lse=…, max_logit=…) or None, got {request!r}")
     kernel = resolve(call.kernel, q.device, options.score_mod)
-    check_numbers(options)
+    if options.scale is not None:
+        check_finite(options.scale, "scale", like="; None is 1 / sqrt(head_dim)")
+    if options.softcap is not None and options.score_mod is not None:
+        raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
+    if options.softcap is not None:
+        check_finite(options.softcap, "softcap", positive=True)
     local = plan.local(call.mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
     mesh = mesh_of(local, call.mesh)
     if local.num_ranks > 1:

@@ -330,9 +330,5 @@ def close(open_sends: Sequence[dist.Work]) -> None:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Ranks for a message.
-
-    >>> ranks_in_words([1]), ranks_in_words([0, 2])
-    ('rank 1', 'ranks 0, 2')
-    """
+    """Ranks for a message: "rank 1" or "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

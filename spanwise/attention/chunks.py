@@ -64,7 +64,7 @@ class _Builder:
     def chunks(self) -> tuple[Chunk, ...]:
         route, own = self.plan.route(self.mask), self.own_runs()
         if not route.steps:
-            return (self.stacked(own),)
+            return (self.chunk(own, None, 0, flat=False),)
         runs = np.concatenate([self.on_line(row, each) for row, each in enumerate(own)])
         length = runs[:, 1] - runs[:, 0]
         # Not unbacked: the number of own keys is a dim of k.
@@ -150,44 +150,32 @@ class _Builder:
         keys = int((come[:, STOP] - come[:, START]).sum())
         return self.kernel.capacity(keys) - keys
 
-    def chunk(self, keys: Sequence[Int64], route: RankStep | None, spare: int) -> Chunk:
-        """The chunk of the key runs of each batch row, the rows concatenated along one dim.
+    def chunk(self, keys: Sequence[Int64], route: RankStep | None, spare: int, *, flat: bool = True) -> Chunk:
+        """The chunk of the key runs of each batch row.
 
-        Rows receive different numbers of keys, so stacked rows would not be rectangular.
+        Args:
+            spare: keys that no span reads, added at the end.
+            flat: concatenate the rows along one dim, as they receive different numbers of keys; otherwise stack them.
         """
-        local = _one_after_another(self.selected(keys))
-        tensors = self.tensors(local, [np.concatenate(keys)], spare)
-        return Chunk(**tensors, route=route, rows=len(keys), flat=len(keys) > 1)
-
-    def stacked(self, keys: Sequence[Int64]) -> Chunk:
-        """The chunk of equally many keys of each batch row, where no other chunk comes; batch rows stacked."""
-        local = self.selected(keys)
-        tensors = self.tensors(SpanMask.stack(local) if len(local) > 1 else local[0], keys, 0)
-        return Chunk(**tensors, rows=len(keys))
-
-    def selected(self, keys: Sequence[Int64]) -> list[SpanMask]:
-        """The mask of the group's queries over these keys of each batch row."""
-        of, queries = self.plan.mask(self.mask), self.plan.groups
-        return [
+        of, queries, rows = self.plan.mask(self.mask), self.plan.groups, len(keys)
+        masks = [
             of.row(row_of(of, row)).select(queries.runs(self.group, row_of(queries, row)), runs)
             for row, runs in enumerate(keys)
         ]
-
-    def tensors(self, mask: SpanMask, keys: Sequence[Int64], spare: int) -> dict[str, Any]:
-        key_tokens = index_rows(keys, spare, dtype=np.int32)
-        # All chunks get the same number of spans, never 1: see `Kernel.num_spans`.
-        width, num_keys = self.kernel.num_spans(self.plan.mask(self.mask).num_spans), key_tokens.shape[1]
-        if mask.kv_len != num_keys:
+        mask = _one_after_another(masks) if flat else SpanMask.stack(masks)
+        key_tokens = index_rows([np.concatenate(keys)] if flat else keys, spare, dtype=np.int32)
+        if mask.kv_len != key_tokens.shape[1]:
             # Over the spare keys too: the last block of the shorter mask may be full where spare keys must not be read.
-            mask = SpanMask(mask.start, mask.end, num_keys)
-        built = self.kernel.tables(mask, self.device)
-        added = width - mask.num_spans
-        start, end = (on_device(np.pad(x, ((0, 0), (0, added), (0, 0))), self.device) for x in (mask.start, mask.end))
+            mask = SpanMask(mask.start, mask.end, key_tokens.shape[1])
+        tables = self.kernel.tables(mask, self.device)
+        # All chunks get the same number of spans, never 1: see `Kernel.num_spans`.
+        added = (0, 0), (0, self.kernel.num_spans(of.num_spans) - mask.num_spans), (0, 0)
+        start, end = (on_device(np.pad(x, added), self.device) for x in (mask.start, mask.end))
         if self.kernel.dynamic_queries:
             for x in (start, end):
                 _torch.mark_dynamic(_torch.mark_dynamic(x, 1), 2)
         kv_pos = _torch.mark_dynamic(on_device(key_tokens, self.device), 1)
-        return {"start": start, "end": end, "kv_pos": kv_pos, "tables": built}
+        return Chunk(start, end, kv_pos, tables, route, rows, flat=flat and rows > 1)
 
 
 def _one_after_another(masks: list[SpanMask]) -> SpanMask:

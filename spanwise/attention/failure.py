@@ -158,8 +158,7 @@ def explained(error: Exception, what: str, group: str, ranks: Sequence[int], sec
     ranks, rank, said = list(ranks), dist.get_rank(), str(error).strip().split("\n")[0][:500]
     text = f"{what} failed on rank {rank}, {group} of {len(ranks)} ranks, after {seconds:.1f} s, with {said!r}"
     reports: Reports = {rank: (text, ranks)}
-    trouble = _ask(open_sends, rank, reports)
-    lost, text = explanation(rank, reports, cut, trouble)
+    lost, text = explanation(rank, reports, cut, _ask(open_sends, rank, reports))
     found = ExchangeError(text)
     found.what, found.rank, found.lost_global = what, ranks.index(rank), lost
     found.lost = tuple(ranks.index(r) for r in lost if r in ranks)
@@ -178,15 +177,12 @@ def explanation(rank: int, reports: Reports, cut: set[int], trouble: str) -> tup
     """
     silent = {r for _, ranks in reports.values() for r in ranks} - reports.keys()
     lost = tuple(sorted(silent & cut if trouble else silent))
-    parts = [reports[rank][0]]
-    if lost:
-        why = "whose connection is closed" if trouble else f"no word within {GRACE:.1f} s"
-        parts.append(f"lost: {ranks_in_words(lost)}, {why}: the process or its host has ended, is stuck or busy")
-    elif not trouble:
-        parts.append("all ranks are there; if no rank is late, a connection is cut or too slow")
-    if trouble:
-        parts.append(f"the ranks could not tell each other more: {trouble}")
-    return lost, "; ".join(parts + [text for r, (text, _) in sorted(reports.items()) if r != rank])
+    why = "whose connection is closed" if trouble else f"no word within {GRACE:.1f} s"
+    found = f"lost: {ranks_in_words(lost)}, {why}: the process or its host has ended, is stuck or busy"
+    nobody = "all ranks are there; if no rank is late, a connection is cut or too slow"
+    others = [text for r, (text, _) in sorted(reports.items()) if r != rank]
+    parts = [reports[rank][0], *([found] if lost else []), trouble or ("" if lost else nobody), *others]
+    return lost, "; ".join(filter(None, parts))
 
 
 def _ask(open_sends: list[dist.Work], rank: int, reports: Reports) -> str:
@@ -209,6 +205,7 @@ def _ask(open_sends: list[dist.Work], rank: int, reports: Reports) -> str:
                 reports.setdefault(r, report)
             seen, silent = count, any(r not in reports for _, ranks in reports.values() for r in ranks)
     except RuntimeError as error:
-        said = str(error).splitlines()[0][:200]
-        return f"the group's store is gone, for its host (usually rank 0) has ended ({said})"
+        return (
+            f"the group's store is gone, for its host (usually rank 0) has ended ({str(error).splitlines()[0][:200]})"
+        )
     return ""

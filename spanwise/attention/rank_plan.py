@@ -270,21 +270,14 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
             return 0
         raise ValueError(f"the plan is for {num_ranks} ranks and needs their mesh; got mesh=None")
     shape = tuple(mesh.shape)
+    wanted = (num_ranks // inner, inner) if 1 < inner < num_ranks else (num_ranks,)
     if inner > 1 and shape == (num_ranks // inner, inner):
         return mesh.get_local_rank(0) * inner + mesh.get_local_rank(1)
-    if 1 < inner < num_ranks:
+    if shape not in (wanted, (*wanted, 1)):
         raise ValueError(
-            f"the plan is for a 2-D cp mesh of shape {(num_ranks // inner, inner)}, got {shape} with axes "
-            f"{mesh.mesh_dim_names}; pass both axes, as in mesh['cp_outer', 'cp_inner']"
-        )
-    if mesh.ndim != 1 and shape != (num_ranks, 1):
-        raise ValueError(
-            f"context parallelism needs a 1-D mesh, got axes {mesh.mesh_dim_names}; pass the cp axis, as in "
-            f"mesh['cp'], or make one axis of several, as in mesh['cp_outer', 'cp_inner']._flatten('cp')"
-        )
-    if mesh.size() != num_ranks:
-        raise ValueError(
-            f"the plan is for {num_ranks} ranks, the mesh has {mesh.size()}; make the plan with num_ranks={mesh.size()}"
+            f"the plan is for {num_ranks} ranks, a cp mesh of shape {wanted}, got {shape} with axes "
+            f"{mesh.mesh_dim_names}; pass the cp axes, as in mesh['cp'] or mesh['cp_outer', 'cp_inner'], or make one "
+            f"of several by _flatten('cp'), or make the plan with num_ranks={mesh.size()}"
         )
     return mesh.get_local_rank(0)
 
@@ -295,15 +288,9 @@ def mesh_of(local: RankPlan, mesh: DeviceMesh | None) -> DeviceMesh | None:
     if mesh is None or mesh is own:
         return own
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"mesh must be a DeviceMesh, or None for the rank plan's, got a {type(mesh).__name__}; name other "
-            f"arguments, as in shard(rank_plan, x=x)"
-        )
+        raise ValueError(f"mesh must be a DeviceMesh, got a {type(mesh).__name__}; name other arguments, as in x=x")
     if local.num_ranks > 1 and own is not None and mesh != own:
-        raise ValueError(
-            f"the rank plan is for the mesh {own}, and the call for {mesh}; leave mesh out, or make the rank plan with "
-            f"plan.local(mesh)"
-        )
+        raise ValueError(f"the rank plan has the mesh {own}, the call {mesh}; leave mesh out, or use plan.local(mesh)")
     return mesh
 
 

@@ -264,7 +264,7 @@ def test_calls_and_modules_that_cannot_be_right_are_refused(
     ("num_ranks", "shape", "axes", "names"),
     [
         ((2, 2), (4,), ("cp",), r"\(2, 2\), got \(4,\)"),
-        (4, (2, 2), ("outer", "inner"), r"1-D mesh, got axes \('outer', 'inner'\)"),
+        (4, (2, 2), ("outer", "inner"), r"\(4,\), got \(2, 2\) with axes \('outer', 'inner'\)"),
         ((4, 2), (2, 4), ("outer", "inner"), r"\(4, 2\), got \(2, 4\)"),
     ],
 )
