@@ -7,7 +7,6 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -67,56 +66,6 @@ def test_private_torch_names_are_in_one_file() -> None:
 
 PACKAGE = ROOT / "spanwise"
 LONG_FUNCTIONS: dict[str, str] = {}  # with the reason for each
-
-
-def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imported(path: Path, known: Collection[str]) -> set[str]:
-    """Modules of the package that a file imports anywhere: lazily and for type checkers, too."""
-    names: set[str] = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return names & set(known)
-
-
-def test_no_two_files_import_each_other() -> None:
-    """import-linter's contract leaves out lazy imports for type checkers; here they count."""
-    files = {name: path for name, path in modules().items() if path.name != "__init__.py"}
-    graph = {name: imported(path, files) - {name} for name, path in files.items()}
-    assert sum(map(len, graph.values())) > 300
-    while leaves := [name for name, others in graph.items() if not others]:
-        graph = {name: others - set(leaves) for name, others in graph.items() if name not in leaves}
-    assert graph == {}  # what is left imports in a circle, or imports what does
-
-
-def test_imports_that_lead_up_are_few() -> None:
-    """From a folder to one above it, in the order of the contract in pyproject.toml."""
-    contract = (ROOT / "pyproject.toml").read_text().split("layers = [")[1].split("\n]")[0]
-    order = re.findall(r"\w+", " ".join(re.findall(r'^    "(.*)"', contract, re.MULTILINE)))
-    assert len(order) <= 16 and {path.name.removesuffix(".py") for path in PACKAGE.iterdir()} - {
-        "__init__", "__pycache__", "py.typed"
-    } == set(order)  # fmt: skip
-    files = modules()
-    up = [
-        f"{name} -> {other}"
-        for name, path in files.items()
-        for other in imported(path, files)
-        if files[other].name != "__init__.py"  # the package of an imported module
-        and name.count(".")
-        and other.count(".")
-        and order.index(name.split(".")[1]) > order.index(other.split(".")[1])
-    ]
-    assert len(up) <= 4, up
 
 
 def test_files_and_functions_are_short() -> None:

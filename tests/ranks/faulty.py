@@ -111,33 +111,25 @@ def cross_entropy(mesh: DeviceMesh, options: Options) -> Call:
 
 
 def linear_cross_entropy(mesh: DeviceMesh, options: Options) -> Call:
-    given = {name: options[name] for name in ("softcap", "reduction") if name in options}
-
     def call(x: torch.Tensor) -> Any:
         weight, labels = torch.ones(7, x.shape[-1]), torch.arange(TOKENS) % 7
-        return spanwise.linear_cross_entropy(x, weight, labels, loss_mesh=mesh, **given)
+        return spanwise.linear_cross_entropy(x, weight, labels, loss_mesh=mesh, softcap=options.get("softcap"))
 
     return call
-
-
-def each_loss(mesh: DeviceMesh, options: Options) -> Call:
-    """The loss of each token, which has no collective."""
-    return linear_cross_entropy(mesh, {"reduction": "none"} | options)
 
 
 def token_logprobs(mesh: DeviceMesh, options: Options) -> Call:
     """Scores of hidden states, or of logits, or a loss of them."""
     weight, bias = (torch.ones(shape, dtype=options.get("dtype", torch.float32)) for shape in ((3, 5), (3,)))
     labels = torch.arange(options.get("tokens", TOKENS)) % 4
-    given = {name: options[name] for name in ("temperature", "softcap", "entropy") if name in options}
+    given = {name: options[name] for name in ("temperature", "softcap") if name in options}
 
     def call(x: torch.Tensor) -> Any:
         x = x[: len(labels)] if "tokens" in options else x
         if "loss" in options:
             return spanwise.linear_cross_entropy(
-                x, weight, labels, loss_mesh=None, vocab_mesh=mesh, reduction=options["loss"],
-                num_valid=options.get("count"),
-            )  # fmt: skip
+                x, weight, labels, loss_mesh=None, vocab_mesh=mesh, num_valid=options.get("count")
+            )
         return spanwise.token_logprobs(
             x, labels, vocab_weight=None if "logits" in options else weight, bias=bias if "bias" in options else None,
             vocab_mesh=mesh, **given,
@@ -156,7 +148,7 @@ CALLS = {
     make.__name__: make
     for make in (
         attention, packed, unshard, roll, gated_linear, gated_delta, causal_conv, relayout, cross_entropy,
-        linear_cross_entropy, each_loss, token_logprobs, unshard_edges,
+        linear_cross_entropy, token_logprobs, unshard_edges,
     )
 }  # fmt: skip
 

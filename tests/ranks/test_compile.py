@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import spanwise
-from spanwise import SpanMask
+from spanwise import SpanMask, recurrence
 from spanwise.attention.rank_plan import build
 from tests.oracle import make_problem, relative_error
 from tests.pairs import covering, named
@@ -286,22 +287,85 @@ def test_dtensors_that_do_not_fit() -> None:
     attend = spanwise.context_parallel_attention
 
     def on_rank(rank: int, mesh: DeviceMesh) -> None:
-        def placed(x: torch.Tensor, dim: int, **options: Any) -> DTensor:
-            return DTensor.from_local(x, mesh["tp"], [Shard(dim)], run_check=False, **options)
-
         cp = mesh["cp"]
         x = torch.randn(1, 2, plan.layout.num_tokens(cp.get_local_rank()), 8)
-        right, wrong = placed(x, 1), placed(x, 2)
-        odd = placed(x[:, :1], 1, shape=(1, 3, *x.shape[2:]), stride=x.stride())
-        three = placed(torch.randn(1, 3, ulysses.layout.num_tokens(cp.get_local_rank()), 8), 1)
-        for call, message in (
-            (lambda: attend(wrong, wrong, wrong, plan, cp), "sharded over heads"),
-            (lambda: attend(right, right, x, plan, cp), r"\['v'\] are plain"),
-            (lambda: attend(odd, right, right, plan, cp), "3 heads of q do not divide over 2 ranks"),
+
+        def placed(x: torch.Tensor, dim: int = 1, **options: Any) -> DTensor:
+            return DTensor.from_local(x, mesh["tp"], [Shard(dim)], run_check=False, **options)
+
+        odd = placed(x[:, :1], shape=(1, 3, *x.shape[2:]), stride=x.stride())
+        three = placed(torch.randn(1, 3, ulysses.layout.num_tokens(cp.get_local_rank()), 8))
+        for call, names in (
+            (lambda: attend(*[placed(x, 2)] * 3, plan, cp), "sharded over heads"),
+            (lambda: attend(placed(x), placed(x), x, plan, cp), r"\['v'\]"),
+            (lambda: attend(odd, placed(x), placed(x), plan, cp), "3 heads of q"),
             (lambda: attend(three, three, three, ulysses.local(cp), cp), "3 query heads"),
-            (lambda: spanwise.packed_attention(*[placed(x[0], 0)] * 3, plan, cp), r"got a DTensor .* to_local"),
+            (lambda: spanwise.packed_attention(*[placed(x[0], 0)] * 3, plan, cp), "DTensor .* to_local"),
         ):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=names):
                 call()
 
     run_ranks(4, on_rank, mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
+
+
+# ---------------------------------------------------------------- numbers that are arguments of compiled code
+
+
+def three(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v. Dynamo takes no tensor twice."""
+    return x, x + 1, 2 * x
+
+
+def call_of(name: str, mesh: DeviceMesh) -> Any:
+    """A call of a tensor and a number."""
+    plan = spanwise.make_plan(SpanMask.causal(12), mesh.size(), block_size=2, balancer="contiguous")
+    local, route = plan.local(mesh), recurrence.recurrence_route(plan, mesh)
+    gates, weight = torch.ones(1, 6, 2, dtype=torch.float64), torch.linspace(-1, 1, 28).view(7, 4)
+    labels, labels_of_all = torch.arange(6)[None], torch.arange(5)[None]
+    attend, loss = spanwise.context_parallel_attention, spanwise.linear_cross_entropy
+
+    def scores(x: torch.Tensor, n: float) -> torch.Tensor:
+        return spanwise.token_logprobs(
+            x[:, :5, 0].float(), labels_of_all, vocab_weight=weight, temperature=n, softcap=2 * n, vocab_mesh=mesh
+        )
+
+    return {
+        "attention": lambda x, n: attend(*three(x.transpose(1, 2)), local, scale=n, softcap=3 * n),
+        "gated_linear": lambda x, n: recurrence.gated_linear(*three(x), -gates, route, scale=n),
+        "gated_delta": lambda x, n: recurrence.gated_delta(*three(x), -gates, gates, route, scale=n),
+        "scores": scores,
+        "loss": lambda x, n: loss(x[:, :, 0].float(), weight, labels, loss_mesh=mesh, softcap=n),
+        "count": lambda x, n: spanwise.cross_entropy(x[:, :, 0], labels % 4, mesh, num_valid=n),
+    }[name]
+
+
+def differences(rank: int, mesh: DeviceMesh, name: str, backend: str) -> tuple[list[float], int]:
+    """Of outputs and gradients from eager code; and how many graphs were made."""
+    call = call_of(name, mesh)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    apart = []
+    for number in (9.0, 8.5) if name == "count" else (0.5, 0.25):
+        x = torch.randn(1, 6, 2, 4, dtype=torch.float64).requires_grad_()
+        weight, results = torch.randn(()), []
+        for run in (compiled, call):
+            out = run(x, number)
+            (grad,) = torch.autograd.grad((out * weight).sum(), x)
+            results.append((out.detach(), grad))
+        apart += [(got - want).abs().max().item() for got, want in zip(*results, strict=True)]
+    return apart, counter.frame_count
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("count", "aot_eager"),
+        *(pytest.param(name, "aot_eager", marks=SLOW) for name in ("attention", "gated_linear", "gated_delta")),
+        *(pytest.param(name, "inductor", marks=SLOW) for name in ("scores", "loss", "count", "attention")),
+    ],
+)
+def test_numbers_are_arguments(gloo_pool: GlooPool, name: str, backend: str) -> None:
+    """torch makes symbols of them under dynamic=True. Another number of tokens is no other graph."""
+    for apart, graphs in gloo_pool.run(2, differences, name, backend):
+        assert max(apart) < 1e-6 and (name != "count" or graphs == 1)

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import spanwise
 from spanwise import ContextParallel, SpanMask
 from tests.oracle import make_problem
-from tests.ranks.calls import errors, leaves_of
+from tests.ranks.calls import errors, leaves_of, step
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
@@ -161,22 +161,18 @@ def flex_steps(rank: int, mesh: Any, score_mod: Any) -> list[list[torch.Tensor]]
 
     PyTorch's flex_attention has no CPU backward; the style runs the sdpa or the reference kernel there.
     """
-    module, problem, found = Flex(), make_problem(MASK.dense()), []
+    module, problem = Flex(), make_problem(MASK.dense())
     parallelize_module(module, mesh["cp"], ContextParallel(attention_type="flex"))
-    for attend in (
-        lambda q, k, v: module(q, k, v, block_mask=PLAN, score_mod=score_mod),
-        lambda q, k, v: module(q, k, v, PLAN, score_mod=score_mod),
-        lambda q, k, v: module(q=q, k=k, v=v, block_mask=PLAN, score_mod=score_mod),
-        lambda q, k, v: spanwise.context_parallel_attention(
-            q, k, v, PLAN, mesh, score_mod=score_mod, kernel="reference"
-        ),
-    ):
-        leaves, grad = leaves_of(PLAN, mesh, problem)
-        out = attend(*leaves)
-        out.backward(grad)
-        if score_mod is None:
-            assert max(errors(PLAN, rank, problem, [out, *(x.grad for x in leaves)])) <= 1e-10
-        found.append([out.detach(), *(x.grad for x in leaves)])
+    found = [
+        step(PLAN, mesh, problem, call)
+        for call in (
+            lambda *t: module(*t[:3], block_mask=PLAN, score_mod=score_mod),
+            lambda *t: module(*t[:4], score_mod=score_mod),
+            lambda *t: module(q=t[0], k=t[1], v=t[2], block_mask=PLAN, score_mod=score_mod),
+            lambda *t: spanwise.context_parallel_attention(*t, score_mod=score_mod, kernel="reference"),
+        )
+    ]
+    assert score_mod or all(max(errors(PLAN, rank, problem, got)) <= 1e-10 for got in found)
     return found
 
 
