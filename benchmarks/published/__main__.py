@@ -64,17 +64,14 @@ def table(rows: list[Row]) -> Result:
 
 def _factors(rows: list[Row], found: list[Result]) -> dict[str, list[float]]:
     """Measured over predicted seconds of training steps, with nominal and with fitted rates: intervals of advice."""
-    nominal = []
-    for row in rows:
-        if row.group in ("e2e-train", "overlap-train"):
-            try:
-                nominal += [pair.measured / pair.predicted for pair in predict.pairs(row)]
-            except predict.NOT_EXPRESSED:
-                continue
-    steps = [one for one in found if one["group"] in ("e2e-train", "overlap-train") and "ratio" in one]
+    nominal = [one for row in rows for one in _predicted(row, 1.0, 0.0, None)]
+    steps = [
+        [one for one in every if one["group"] in ("e2e-train", "overlap-train") and "ratio" in one]
+        for every in (nominal, found)
+    ]
     return {
-        "nominal": _quantiles(nominal),
-        "fitted": _quantiles([1 / one["ratio"] for one in steps if not one["fitted"]]),
+        "nominal": _quantiles([one["measured"] / one["predicted"] for one in steps[0]]),
+        "fitted": _quantiles([1 / one["ratio"] for one in steps[1] if not one["fitted"]]),
     }
 
 
@@ -108,33 +105,27 @@ def fit(rows: list[Row]) -> tuple[float, float, int | None]:
     def size(row: Row) -> tuple[float, ...]:
         setting = row.setting
         total = setting.get("seq_len_total") or setting.get("seq_len")
-        return (
-            setting.get("cp") or 1, setting.get("gpus") or 1, total if isinstance(total, int) else 0,
-            setting.get("shard_mib") or 0, row.id,
-        )  # fmt: skip
-
-    expressed = [row for row in rows if "reason" not in _predicted(row, 1.0, 0.0, None)[0]]
-    free = sorted((row for row in expressed if not row.packed), key=size)
-    if len(expressed) < 2 or not free:
-        return 1.0, 0.0, None
-    row = free[0]
+        sizes = (setting.get("cp") or 1, setting.get("gpus") or 1, total if isinstance(total, int) else 0)
+        return *sizes, setting.get("shard_mib") or 0, row.id
 
     def error(factor: float) -> float:
         pair = predict.pairs(row, factor)[0]
         return pair.predicted - pair.measured
 
-    low, high = _FACTORS
-    if error(low) < 0 or error(high) > 0 or row.group == "collective":
-        return (1.0, _fixed(row), row.id) if error(1.0) < 0 else (1.0, 0.0, None)
+    expressed = [row for row in rows if "reason" not in _predicted(row, 1.0, 0.0, None)[0]]
+    free = sorted((row for row in expressed if not row.packed), key=size)
+    if len(expressed) < 2 or not free:
+        return 1.0, 0.0, None
+    row, (low, high) = free[0], _FACTORS
+    if row.group == "collective" or error(low) < 0 or error(high) > 0:
+        if error(1.0) >= 0:
+            return 1.0, 0.0, None
+        pair = predict.pairs(row)[0]
+        return 1.0, pair.measured - (0.0 if row.group == "collective" else pair.predicted), row.id
     for _ in range(24):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if error(middle) > 0 else (low, middle)
     return math.sqrt(low * high), 0.0, row.id
-
-
-def _fixed(row: Row) -> float:
-    pair = predict.pairs(row)[0]
-    return pair.measured - (0.0 if row.group == "collective" else pair.predicted)
 
 
 def _figures(found: list[Result]) -> Result:
@@ -159,37 +150,33 @@ def kendall(group: Iterable[Result]) -> float | None:
     """Kendall's τ-b of predicted and measured seconds; None for fewer than two that differ."""
     agree, theirs, ours = 0.0, 0, 0
     for one, other in itertools.combinations(group, 2):
-        a, b = (
-            np.sign(one["measured"] - other["measured"]),
-            np.sign(round(one["predicted"] / other["predicted"] - 1, 6)),
-        )
+        a = np.sign(one["measured"] - other["measured"])
+        b = np.sign(round(one["predicted"] / other["predicted"] - 1, 6))
         agree, theirs, ours = agree + a * b, theirs + (a != 0), ours + (b != 0)
     return agree / math.sqrt(theirs * ours) if theirs and ours else (0.0 if theirs else None)
 
 
 def text(result: Result) -> str:
+    """A line for each measurement, and two for each source."""
     lines = [f"{'row':>4} {'measured':>10} {'predicted':>10} {'ratio':>6}  method, measurement"]
     for one in result["rows"]:
-        if "reason" in one:
-            lines.append(f"{one['id']:4} not expressed: {one['reason']}")
-        else:
-            mark = " (fitted)" if one["fitted"] else ""
+        line = f"{one['id']:4} not expressed: {one.get('reason')}"
+        if "ratio" in one:
             times = f"{one['measured'] * 1e3:8.2f}ms {one['predicted'] * 1e3:8.2f}ms {one['ratio']:6.2f}"
-            lines.append(f"{one['id']:4} {times}  {one['method']}, {one['name']}{mark}")
+            line = f"{one['id']:4} {times}  {one['method']}, {one['name']}{' (fitted)' * one['fitted']}"
+        lines.append(line)
     for source, one in [*result["sources"].items(), ("packed masks", result["packed"]), ("all", result["all"])]:
-        lines.append(f"{source[:90]}\n    {_words(one)}")
+        parts = [f"{one['expressed']} of {one['rows']} rows"]
+        if one["median"] is not None:
+            worst = f"{one['nine_tenths']:.1%} nine tenths, {one['worst']:.1%} worst"
+            parts.append(f"error {one['median']:.1%} median, {worst}")
+        if one["tau"] is not None:
+            parts.append(f"order of methods τ {one['tau']:.2f} over {one['groups']} comparisons")
+        if one.get("fitted_row") is not None:
+            fixed = f"{one['fixed_seconds'] * 1e3:.2f} ms"
+            parts.append(f"fitted on row {one['fitted_row']}: factor {one['factor']:.2f}, {fixed}")
+        lines.append(f"{source[:90]}\n    {'; '.join(parts)}")
     return "\n".join(lines)
-
-
-def _words(one: Result) -> str:
-    said = f"{one['expressed']} of {one['rows']} rows"
-    if one["median"] is not None:
-        said += f"; error {one['median']:.1%} median, {one['nine_tenths']:.1%} nine tenths, {one['worst']:.1%} worst"
-    if one["tau"] is not None:
-        said += f"; order of methods τ {one['tau']:.2f} over {one['groups']} comparisons"
-    if one.get("fitted_row") is not None:
-        said += f"; fitted on row {one['fitted_row']}: factor {one['factor']:.2f}, {one['fixed_seconds'] * 1e3:.2f} ms"
-    return said
 
 
 if __name__ == "__main__":

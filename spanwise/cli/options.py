@@ -182,7 +182,7 @@ class CalibrateOptions:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Compare attention and two layers with one device, on local ranks. Probes them for leaks across the mask, too.
+    """Compare attention with one device, on local ranks. Probes it for leaks across the mask, too.
 
     Attributes:
         ranks: local processes to start.
@@ -190,7 +190,7 @@ class VerifyOptions:
         heads: query heads.
         kv_heads: heads of K and V.
         head_dim: width of a head.
-        dtype: of weights and inputs.
+        dtype: of the inputs.
         balancer: how blocks are assigned to ranks.
         exchange: how K/V travel.
         inner: ranks that trade heads for tokens (Ulysses); --exchange works between groups of so many.

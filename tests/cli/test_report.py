@@ -70,17 +70,6 @@ def test_the_picture_is_the_mask(name: str, balancer: str) -> None:
     np.testing.assert_array_equal(drawn, expected * plan.mask().dense()[0])
 
 
-def test_traffic_is_drawn_by_its_amount() -> None:
-    traffic = np.zeros((20, 20), dtype=np.int64)
-    traffic[2, 5], traffic[7, 1], traffic[0, 19] = 1200, 600, 1
-    drawn = np.zeros((20, 20))
-    for path in ET.fromstring(str(pictures.draw_traffic("0", traffic))).iter(f"{SVG}path"):
-        drawn += cells_of(path.get("d", ""), 20) * float(path.get("fill-opacity", "nan"))
-    np.testing.assert_allclose(drawn, np.ceil(traffic / 1200 * 12) / 12, atol=1e-3)
-    few = str(pictures.draw_traffic("0", traffic[:8, :8]))
-    assert ">1.20 k</text>" in few and ">600</text>" in few
-
-
 def test_timeline_is_to_scale_and_marks_waits() -> None:
     hardware = plan_of(MASKS["causal"]).hardware
     slow = dataclasses.replace(hardware, links=(dataclasses.replace(hardware.links[-1], bandwidth=1e9),))

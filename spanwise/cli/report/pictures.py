@@ -1,4 +1,4 @@
-"""Drawings: the mask coloured by rank, traffic between ranks, and timelines with a lane for each stream.
+"""Drawings: the mask coloured by rank, and timelines with a lane for each stream.
 
 Neighbours of a lane that are too thin to see are drawn as one bar.
 """
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spanwise import units
-from spanwise.cli.report.page import pairs
 from spanwise.cli.report.svg import RANK_COLORS, Drawing, number, ticks
 from spanwise.layouts.layout import Layout
 from spanwise.masks.span_mask import SpanMask
@@ -112,9 +111,8 @@ def draw(key: str, title: str, lanes: Sequence[Lane], most: float, lane: int = L
     return drawing
 
 
-# CSS pixels; cells of the mask a side; levels of the heat map.
-_MARGIN, _TOP, _SIDE = 64, 18, 640
-_CELLS, _LEVELS = 320, 12
+# CSS pixels; cells of the mask a side.
+_MARGIN, _TOP, _SIDE, _CELLS = 64, 18, 640, 320
 #: Most ranks of a timeline or table; of more a sample is shown, from the busiest to the idlest.
 MOST_RANKS = 16
 
@@ -156,28 +154,6 @@ def draw_mask(key: str, plan: Plan, name: str) -> Drawing:
     drawing.text(
         _MARGIN + _SIDE / 2, _TOP + _SIDE + 36, "keys (token position); rows the same", "small muted", "middle"
     )
-    return drawing
-
-
-def draw_traffic(key: str, traffic: np.ndarray) -> Drawing:
-    """A heat map of K/V tokens, receivers down, senders to the right."""
-    count, most = len(traffic), int(traffic.max())
-    cell = min(44.0, 560 / count)
-    described = f"{count} ranks; the busiest pair moves {most:,} tokens."
-    side = cell * count
-    drawing = Drawing(f"traffic-{key}", "Traffic between ranks", described, max(side, 300) + 2 * _MARGIN, side + 50)
-    drawing.rect(_MARGIN, 40, side, side, "plot")
-    levels = np.ceil(traffic / max(most, 1) * _LEVELS).astype(int)
-    for level in range(1, _LEVELS + 1):
-        drawing.cells(levels == level, _MARGIN, 40, cell, f'class="heat" fill-opacity="{level / _LEVELS:.3f}"')
-    for rank in range(0, count, -(-count // 24)):
-        drawing.text(_MARGIN - 6, 44 + (rank + 0.5) * cell, str(rank), "small", "end")
-        drawing.text(_MARGIN + (rank + 0.5) * cell, 34, str(rank), "small", "middle")
-    for receiver, sender in np.argwhere(traffic > 0).tolist() if count <= 12 else ():
-        strong = "on-heat" if levels[receiver, sender] > _LEVELS / 2 else ""
-        value = pairs(int(traffic[receiver, sender]))
-        drawing.text(_MARGIN + (sender + 0.5) * cell, 44 + (receiver + 0.5) * cell, value, f"tiny {strong}", "middle")
-    drawing.text(_MARGIN, 14, "sender to the right, receiver down", "small muted")
     return drawing
 
 

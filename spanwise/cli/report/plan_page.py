@@ -10,7 +10,7 @@ import numpy as np
 
 from spanwise import units
 from spanwise.cli.report.page import Bar, Block, Heading, Legend, Preformatted, Table, pairs, render_page
-from spanwise.cli.report.pictures import MOST_RANKS, draw_mask, draw_timeline, draw_traffic, sample_ranks
+from spanwise.cli.report.pictures import MOST_RANKS, draw_mask, draw_timeline, sample_ranks
 from spanwise.cli.report.svg import RANK_COLORS
 from spanwise.planning.explain import describe_exchange
 from spanwise.planning.grids import Grid
@@ -150,7 +150,7 @@ def rank_table(plan: Plan, name: str) -> Table:
 
 def _mask(plan: Plan, name: str, key: str) -> list[Block]:
     """What the page shows of one mask. `key` is in the ids of its drawings; a mask's name may hold blanks."""
-    count, traffic = len(RANK_COLORS), plan.traffic(name)
+    count = len(RANK_COLORS)
     colors = [
         (f"c{i}", f"rank {i}, {i + count} …" if i + count < plan.num_ranks else f"rank {i}") for i in range(count)
     ]
@@ -163,8 +163,6 @@ def _mask(plan: Plan, name: str, key: str) -> list[Block]:
         rank_table(plan, name),
         {"Held for the exchange": f"{held} a layer on the fullest rank; {saved} of it for the backward"},
     ]
-    if traffic.any():
-        found += [draw_traffic(key, traffic), "K/V tokens of one forward. Their gradients travel back in the backward."]
     return [*found, Heading(3, "Predicted timeline of one layer"), _TIMES, draw_timeline(key, plan, name)]
 
 
