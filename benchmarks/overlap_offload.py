@@ -9,13 +9,12 @@ must end before the peak, or its compute, whichever is longer, and the same of t
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import fx
 
-from benchmarks.publish import main, publish
+from benchmarks.publish import Result, main
 from spanwise.hardware import H100
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
@@ -69,24 +68,19 @@ def row(gm: fx.GraphModule, layers: int, percent: int) -> dict[str, Any]:
     rule, copies = prefetched(gm, cost, budget), 1e3 * (own.peak_bytes() - budget) / H100.to_host
     before = float(np.where(own.kinds == Kind.COMPUTE, own.ms, 0.0)[: int(own.alive_bytes().argmax())].sum())
     return {
-        "layers": layers,
-        "percent": percent,
-        "own": own.compute_ms,
-        "spanwise": result.timeline.makespan,
-        "pytorch": rule,
-        "floor": max(before, copies) + max(own.compute_ms - before, copies),
-        "bytes": left,
+        "layers": layers, "percent": percent, "own": own.compute_ms, "spanwise": result.timeline.makespan,
+        "pytorch": rule, "floor": max(before, copies) + max(own.compute_ms - before, copies), "bytes": left,
         "peak": result.timeline.peak_bytes,
-    }
+    }  # fmt: skip
 
 
-def run(out: Path | None, quick: bool) -> None:
-    rows = []
+def rows(quick: bool = False) -> Result:
+    found = []
     for layers in (4,) if quick else (4, 8, 16):
         gm = llama(layers)
-        rows += [row(gm, layers, percent) for percent in ((80,) if quick else (90, 80, 70, 60, 50, 40))]
-    publish({"rows": rows}, out)
+        found += [row(gm, layers, percent) for percent in ((80,) if quick else (90, 80, 70, 60, 50, 40))]
+    return {"rows": found}
 
 
 if __name__ == "__main__":
-    main(run, str(__doc__))
+    main({"rows": rows}, str(__doc__))
