@@ -159,14 +159,10 @@ def _in_storage(given: list[Int64], nodes: list[_Node], ends: Int64) -> Sequence
             stack += sorted(children[found[-1]], key=key)
         return found
 
-    needed, earliest = [1] * len(nodes), [len(given)] * len(nodes)
-    for s in np.flatnonzero(ends >= 0).tolist():
-        earliest[ends[s]] = min(earliest[ends[s]], s)
+    needed = [1] * len(nodes)
     for n in reversed(walk(children[-1], lambda n: n)):
         needed[n] = _spans_needed([needed[child] for child in children[n]])
-        earliest[n] = min([earliest[n], *(earliest[child] for child in children[n])])
-    roots = sorted(children[-1], key=lambda n: -earliest[n])
-    order = [n for root in reversed(roots) for n in walk([root], lambda n: (needed[n], -earliest[n]))]
+    order = walk(children[-1], lambda n: (needed[n], -n))
     place = np.empty(len(order) + 1, np.int64)
     place[order], place[-1] = np.arange(len(order)), -1
     stored = [nodes[n] for n in order]

@@ -225,7 +225,8 @@ class _Search:
             keeps_kv = exchange.keeps_kv if self.keep_kv is None else self.keep_kv
             variant = plan.replace(kv_exchange=exchange, keep_kv=keeps_kv, stages=stages)
             # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
-            if exchange is hidden or stages not in {1, self.stages, *map(variant.num_chunks, variant.masks)}:
+            chosen = stages in (1, self.stages)
+            if exchange is hidden or not (chosen or stages in map(variant.num_chunks, variant.masks)):
                 continue
             found += [_priced(one) if len(options) > 1 else one for one in _and_moved(variant)]
             if len(options) > 1 and self.budget is None and _is_hidden(found[-1].candidates[0]):

@@ -179,15 +179,11 @@ def test_identity(first: Packing, second: Packing) -> None:
     [
         (dict(cu_seqlens_q=[0, 5], cu_seqlens_q_padded=[0, 4]), "sequence 0 has 5 tokens .* storage for 4 only"),
         (dict(cu_seqlens_q=[0, 5, 4]), "cu_seqlens_q must not decrease, got 4 after 5 at position 2"),
-        (dict(cu_seqlens_q=[0, 2], cu_seqlens_q_padded=[-1, 6]), "cu_seqlens_q_padded must not be negative"),
-        (dict(cu_seqlens_q=[2, 4]), "must begin with 0, got 2; storage offsets are cu_seqlens_q_padded"),
         (dict(cu_seqlens_q=[0, 2, 4], cu_seqlens_q_padded=[0, 4]), "equally long, got 3 and 2 entries"),
         (dict(cu_seqlens_q=[0, 2, 4], cu_seqlens_kv=[0, 4]), "same number of sequences, got 2 .* and 1"),
         (dict(cu_seqlens_q=[0, 4], cu_seqlens_kv_padded=[0, 4]), "cu_seqlens_kv_padded needs cu_seqlens_kv"),
         (dict(cu_seqlens_q=[0, 4], q_len=3), "q_len = 3 .* too few: the last sequence ends at 4"),
-        (dict(cu_seqlens_q=[0, 4], kv_len=3), "kv_len = 3 .* too few: the last sequence ends at 4"),
         (dict(cu_seqlens_q=[0.0, 4.0]), "cu_seqlens_q must hold integers"),
-        (dict(cu_seqlens_q=[[0, 4]]), r"got shape \[1, 2\]"),
         (
             dict(cu_seqlens_q=[0, 5, 9], cu_seqlens_q_padded=[0, 8, 16], cu_seqlens_kv=[0, 5, 9]),
             "pads the queries alone: give cu_seqlens_kv_padded too",
@@ -199,21 +195,15 @@ def test_what_a_packing_refuses(given: dict, message: str) -> None:
         Packing(**given)
 
 
-@pytest.mark.parametrize(
-    ("packing", "message"),
-    [
+def test_batches_without_a_token() -> None:
+    for packing, message in (
         (Packing([0, 0, 0]), "0 query and 0 key rows.* skip this batch"),
         (Packing([0, 3], cu_seqlens_kv=[0, 0]), "3 query and 0 key rows.* skip"),
-        (Packing([0, 0], cu_seqlens_kv=[0, 3]), "0 query and 3 key rows.* skip"),
-    ],
-)
-def test_batches_without_a_token(packing: Packing, message: str) -> None:
-    for balancer in ("auto", "dual_chunk"):
+    ):
         with pytest.raises(ValueError, match=message):
-            spanwise.make_plan(packing.mask(align="top_left"), 2, packing=packing, balancer=balancer)
-    side = "q" if packing.q_len == 0 else "kv"
-    with pytest.raises(ValueError, match=f"no {'query' if side == 'q' else 'key'} rows to lay out; skip this batch"):
-        packing.dual_chunk_layout(2, side)
+            spanwise.make_plan(packing.mask(align="top_left"), 2, packing=packing)
+        with pytest.raises(ValueError, match="no key rows to lay out; skip this batch"):
+            packing.dual_chunk_layout(2, "kv")
 
 
 def test_check_mask() -> None:
@@ -301,7 +291,6 @@ def test_converters_are_differentiable_and_do_not_wait_for_a_device(convert: Cal
         (Packing([0, 4, 10]), 2, r"sequence 1 has a padded length of 6 .* multiple of 2 \* num_ranks = 4"),
         (Packing([0, 4], cu_seqlens_q_padded=[2, 6], q_len=8), 2, "storage before sequence 0 has a padded length of 2"),
         (Packing([0, 4], q_len=7), 2, "storage after the last sequence has a padded length of 3"),
-        (Packing([0, 4]), 0, "num_ranks must be at least 1, got 0"),
     ],
 )
 def test_what_the_dual_chunk_order_refuses(packing: Packing, num_ranks: int, message: str) -> None:
@@ -316,7 +305,6 @@ def test_what_the_converters_refuse(convert: Callable) -> None:
         ((torch.zeros(16), torch.tensor([0, 6, 16]), 2), "sequence 0 has a padded length of 6"),
         ((torch.zeros(6), [0, 6], 2), "dim 0 must be a multiple of 2 .* got 6"),
         ((torch.zeros(8), [0, 12], 2), "dim 0 = 8 rows of storage are too few: the last sequence ends at 12"),
-        ((torch.zeros(8), [0, 8], 0), "num_ranks must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             convert(*arguments)

@@ -153,7 +153,6 @@ def test_only_listed_blocks_count():
     "mask_mod",
     [
         lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (h == 0),
-        lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= torch.tensor([2, 4])[h],
         lambda b, h, q_idx, kv_idx: torch.where(h > 5, q_idx >= kv_idx, q_idx <= kv_idx),
     ],
 )
@@ -170,7 +169,6 @@ def test_a_mask_mod_that_depends_on_the_head_is_refused(mask_mod):
         ([[[1], [2]]], [[[[0, 1]], [[0, 1]]]], (4, 8), r"H = 2.* head 1 differs .* in partial block \(0, 1\)"),
         ([[[2]]], [[[[1, 1]]]], (4, 8), "key block 1 of query block 0 .* more than once"),
         ([[[2]]], [[[[1, 1]]]], (4, 4), r"key blocks of \[0, 1\) .* key blocks 0 to 1"),
-        ([[[2]]], [[[[1, 1]]]], (8, 8), "for 2 query blocks, .* got 1 query blocks"),
     ],
 )
 def test_block_lists_that_make_no_mask_are_refused(count, index, lengths, message):
@@ -212,9 +210,7 @@ def test_rows_with_too_many_spans_are_refused():
     [
         ("causal", "must be a function .*, got str"),
         (lambda b, h, q_idx, kv_idx: q_idx - kv_idx, "must return one boolean for one cell, got torch.int64"),
-        (lambda b, h, q_idx, kv_idx: True, "must return one boolean for one cell, got True"),
         (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx + torch.zeros(3), r"torch.bool of shape \[3\]"),
-        (lambda b, h, q_idx, kv_idx: torch.tensor(q_idx.item() >= kv_idx.item()), "cannot be evaluated"),
         (lambda q_idx, kv_idx: q_idx >= kv_idx, "cannot be evaluated"),
     ],
 )

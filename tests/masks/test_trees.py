@@ -76,14 +76,9 @@ def test_named_masks_are_trees():
     ("parents", "lengths", "message"),
     [
         ([-1, 0], [1], r"an entry for each node, .* got shapes \[2\] and \[1\]"),
-        ([[-1, 0]], [[1, 2]], r"lengths must be one-dimensional, got shape \[1, 2\]"),
-        ([-1, 0.5], [1, 2], "parents must hold integers, got float64"),
         ([-1, 0], [1, -2], r"lengths must not be negative, got -2 at position 1"),
         ([-1, 5], [1, 2], r"parents\[1\] = 5, and there are 2 nodes: a parent is -1 for a root, or a node that"),
-        ([-1, -2], [1, 2], r"parents\[1\] = -2, and there are 2 nodes"),
         ([1, -1], [1, 2], r"parents\[0\] = 1, .* comes before its children in storage; renumber"),
-        ([-1, 3, 1, 2], [1, 1, 1, 1], r"parents\[1\] = 3, "),
-        ([0], [1], r"parents\[0\] = 0, "),
         ([-1], [2**30 + 1], "the sum of lengths must be between 0 and"),
     ],
 )

@@ -132,33 +132,3 @@ def test_timeline_of_a_plan(exchange: str, keep_kv: bool) -> None:
         mine = [x for x in simulated.intervals if x.rank == rank and x.stream == stream]
         assert mine and all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(mine))
         assert mine[-1].end <= simulated.seconds + 1e-12
-
-
-def hop_by_hop(compute: float, first: float, hop: float, hops: int) -> float:
-    """A forward of a ring whose ranks are all alike: the next shard departs when the one before is turned to."""
-    now, through = first, hop
-    for i in range(hops):
-        turned_to = max(now, through)
-        through = turned_to + hop if i + 1 < hops else through
-        now = turned_to + compute
-    return now
-
-
-@pytest.mark.parametrize("bandwidth", [1e3, 3e4, 1e6])
-@pytest.mark.parametrize("ranks", [4, (4, 2)], ids=str)
-def test_a_ring_simulated_by_hand(ranks, bandwidth: float) -> None:
-    """Nothing is masked, so all ranks are alike: 4 shards of 16 tokens, or 4 groups of 2 ranks with half the heads."""
-    hardware = Hardware("toy", 1e6, 1e6, 1e6, 1e30, 1e9, (Link(bandwidth, 0.0),))
-    plan = make_plan(
-        SpanMask.full(64), ranks, balancer="contiguous", exchange="ring", block_size=8, keep_kv=True, hardware=hardware,
-        **SHAPE,
-    )  # fmt: skip
-    inner = plan.inner
-    compute = 2 * 16 * 16 * (8 // inner) * (16 + 24) / 1e6  # two operations for each pair, head and element
-    hop = 16 * (2 // inner) * (16 + 24) * 2 / bandwidth  # tokens, K/V heads, dims, bytes
-    traded = 0.0
-    if inner == 2:  # eight tokens of the other rank: q and K/V of half the heads; and back the output
-        traded = 8 * (4 * 16 + 1 * 40 + 4 * 24) * 2 / bandwidth
-    forward = plan.timeline().forward
-    assert forward.seconds == pytest.approx(traded + hop_by_hop(compute, compute, hop, 3), rel=1e-6)
-    assert forward.compute == pytest.approx(4 * compute, rel=1e-6)
