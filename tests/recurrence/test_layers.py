@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.distributed.tensor.debug import CommDebugMode
 
 import spanwise
 from spanwise import _torch, recurrence
 from spanwise.layouts import document_runs
 from spanwise.planning import documents
-from spanwise.recurrence import _ops, slabs
+from spanwise.recurrence import slabs
 from tests.ranks.harness import run_ranks
 from tests.recurrence import problem as problems
 from tests.recurrence.problem import KINDS, documents_of, plan_of
@@ -151,18 +150,21 @@ def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, rank
     assert found == sorted(wanted)
 
 
+@pytest.mark.parametrize("cuts", [[0, 7, 90], [0, 30, 60, 90]])
 @pytest.mark.parametrize("balancer", ["contiguous", "head_tail", "lpt"])
-def test_bytes_are_those_that_planning_counts(balancer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_that_planning_counts(balancer: str, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents on one rank need no communication."""
     kind = spanwise.Recurrence(layers=1, heads=2, key_dim=3, value_dim=5)
     plan = spanwise.make_plan(
-        spanwise.SpanMask.documents([0, 7, 90]), 3, balancer=balancer, exchange="needed", block_size=4,
+        spanwise.SpanMask.documents(cuts), 3, balancer=balancer, exchange="needed", block_size=4,
         dtype="float32", recurrences={"gdn": kind},
     ).replace(relayout=False)  # fmt: skip
-    problem = problems.make("gdn", 90, [(0, 7), (7, 90)]).to(torch.float32)
-    start, received = _torch.start_all_to_all, [0, 0, 0]
+    problem = problems.make("gdn", 90, documents_of(cuts)).to(torch.float32)
+    start, received, started = _torch.start_all_to_all, [0, 0, 0], []
 
     def counted(x: torch.Tensor, recv_rows: list[int], send_rows: list[int], name: str) -> torch.Tensor:
         rank = torch.distributed.get_rank()
+        started.append(name)
         assert recv_rows[rank] == send_rows[rank] == 0
         received[rank] += sum(recv_rows) * x.shape[1:].numel() * x.element_size()
         return start(x, recv_rows, send_rows, name)
@@ -176,45 +178,6 @@ def test_bytes_are_those_that_planning_counts(balancer: str, monkeypatch: pytest
 
     run_ranks(3, on_rank)
     runs = document_runs.find(plan.layout, documents.packings(plan))
+    apart = balancer == "contiguous" and len(cuts) == 4
+    assert apart == (len(started) == 0)
     assert received == (document_runs.map_traffic(runs, 3).sum(axis=1) * kind.map_bytes).tolist()
-
-
-@pytest.mark.parametrize("kind", ["gdn", "mamba"])
-def test_most_is_computed_while_maps_travel(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Each rank of this layout holds a whole document, and segments that open, continue and close others."""
-    cuts, ranks = [0, 10, 20, 30, 60, 90], 3
-    owners = [0, 1, 2, 0, 1, 2, 1, 2, 0]
-    plan, problem = plan_of(cuts, ranks, Owners(owners, 10), 10), problems.make(kind, 90, documents_of(cuts))
-    seen: dict[int, list[str]] = {rank: [] for rank in range(ranks)}
-
-    def told(name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            seen[torch.distributed.get_rank()].append(name)
-            return function(*args)
-
-        return call
-
-    for name, function in (("run", "slabs"), ("compose", "_compose")):
-        monkeypatch.setattr(_ops, function, told(name, getattr(_ops, function)))
-    monkeypatch.setattr(_torch, "start_all_to_all", told("start", _torch.start_all_to_all))
-    monkeypatch.setattr(_torch, "wait", told("wait", _torch.wait))
-    results = run_ranks(ranks, problems.on_rank, plan, problem)
-    problems.check(plan, problem, results, 1e-10)
-    # What needs no map: runs that open documents, maps of middle runs, and whole documents.
-    for rank, known in enumerate(["run", "run run", "run run"]):
-        order = f"{known} start run wait compose run run compose start run wait {known}"
-        assert " ".join(seen[rank]).endswith(order), seen[rank]
-
-
-def test_documents_on_one_rank_need_no_communication() -> None:
-    cuts = [0, 8, 16, 24]
-    plan = plan_of(cuts, 3, "contiguous", block_size=8)
-    problem = problems.make("gdn", 24, documents_of(cuts))
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        route = recurrence.recurrence_route(plan, mesh)
-        with CommDebugMode() as counted:
-            problems.layer(problem, [plan.shard(x, rank, dim=0) for x in problem.inputs], route)
-        return route.apart, counted.get_total_counts()
-
-    assert run_ranks(3, on_rank) == [(False, 0)] * 3
