@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -41,6 +42,7 @@ class Case:
         seed: of the tensors.
         batch: rows of the tensors; a mask of one row serves them all.
         levels: ``(outer, inner)`` ranks; inner 1 is a 1-D mesh.
+        tp: ranks that share the heads, as DTensors.
         host_size: ranks of a host, for exchange "hierarchical".
         exchange, stages, keep_kv, balancer, block_size, cu_seqlens: arguments of make_plan.
         weighted: whether the layout weighs several masks unequally.
@@ -60,6 +62,7 @@ class Case:
     seed: int = 0
     batch: int = 1
     levels: tuple[int, int] = (1, 1)
+    tp: int = 1
     host_size: int = 2
     exchange: str = "needed"
     stages: int | None = None
@@ -85,7 +88,7 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return self.levels[0] * self.levels[1]
+        return self.levels[0] * self.levels[1] * self.tp
 
 
 def plan_of(case: Case) -> Plan:
@@ -182,11 +185,18 @@ def on_rank(
 ) -> dict[str, torch.Tensor]:
     """One rank's results by name: out, lse, max_logit and the gradients that the case asks for."""
     sides: Any = ("q", "kv", "kv", "q", "q")
+    tp = None if case.tp == 1 else mesh["tp"]
+    if tp is not None:
+        mesh = mesh["cp"] if case.levels[1] == 1 else mesh["outer", "inner"]
+
+    def placed(x: torch.Tensor, placement: Placement) -> torch.Tensor:
+        return x.to(device) if tp is None else distribute_tensor(x, tp, [placement])
+
     shards = (_shard(x, side, case, plan, mesh) for x, side in zip(inputs[:5], sides, strict=True))
-    q, k, v, grad_out, grad_lse = (x.to(device) for x in shards)
+    q, k, v, grad_out, grad_lse = (placed(x, Shard(1)) for x in shards)
     wanted = [i for i in range(3) if case.gradients and (case.style != "some" or case.seed >> i & 1)]
     leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
-    sinks = None if inputs.sinks is None else inputs.sinks.to(device, copy=True).requires_grad_(case.gradients)
+    sinks = None if inputs.sinks is None else placed(inputs.sinks.clone(), Replicate()).requires_grad_(case.gradients)
     attend: Any = spanwise.context_parallel_attention if case.packing is None else spanwise.packed_attention
     given, where = (plan.local(mesh, device, kernel=case.kernel), None) if case.rank_plan else (plan, mesh)
     score_mod = _score_mod(case.bias, case.heads[0], device) if case.bias else None
@@ -225,7 +235,8 @@ def on_rank(
     found |= {} if dsinks is None else {"dsinks": dsinks}
     if case.max_logit:
         found["max_logit"] = aux.max_logit
-    return {name: x.detach().cpu() for name, x in found.items()}
+    full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    return {name: x.detach().cpu() for name, x in full.items()}
 
 
 def _shard(x: torch.Tensor, side: Any, case: Case, plan: Plan, mesh: DeviceMesh | None) -> torch.Tensor:
@@ -247,8 +258,10 @@ def check(case: Case, run: Callable[..., list[Any]]) -> None:
         AssertionError: a result is wrong.
     """
     plan, inputs = plan_of(case), inputs_of(case)
-    outer, inner = case.levels
-    mesh = {"mesh_shape": (outer,)} if inner == 1 else {"mesh_shape": case.levels, "mesh_dim_names": ("outer", "inner")}
+    shape, names = (case.levels, ("outer", "inner")) if case.levels[1] > 1 else (case.levels[:1], ("cp",))
+    if case.tp > 1:
+        shape, names = (*shape, case.tp), (*names, "tp")
+    mesh = {"mesh_shape": shape, "mesh_dim_names": names}
     results = run(case.num_ranks, on_rank, case, plan, poisoned(case, inputs), **mesh)
     visible = torch.from_numpy(case.masks[case.mask].dense())
     whole = expected(inputs, visible, {name: getattr(case, name) for name in ("scale", "softcap", "bias")})
@@ -256,6 +269,7 @@ def check(case: Case, run: Callable[..., list[Any]]) -> None:
     # Rows without a key, and keys that no row reads, have results of exactly 0.
     zeros = {"q": ~visible.any(2).expand(case.batch, -1), "kv": ~visible.any(1).expand(case.batch, -1)}
     for rank, result in enumerate(results):
+        rank //= case.tp
         for name, got in result.items():
             if name == "dsinks":
                 continue
@@ -267,7 +281,7 @@ def check(case: Case, run: Callable[..., list[Any]]) -> None:
                 zero = plan.shard(zeros[side], rank, side=side)
                 assert not got.movedim(2, 1)[zero].any(), f"rank {rank} {name} is not 0 where the mask has no pair"
     if "dsinks" in results[0]:
-        each = torch.stack([result["dsinks"] for result in results])
+        each = torch.stack([result["dsinks"] for result in results[:: case.tp]])
         total = each.double().sum(0).to(each.dtype)
         _compare("dsinks, summed over ranks,", total, whole.values["dsinks"], whole.sizes["dsinks"])
 

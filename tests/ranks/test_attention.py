@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -143,6 +144,22 @@ def test_matches_one_device(setting: Setting, request: pytest.FixtureRequest) ->
     if SETTINGS.index(tuple(setting)) % 2:
         request.getfixturevalue("deterministic")
     check(setting.case(), run_ranks)
+
+
+def contiguous(way: Any, levels: Any, mask: str, *rest: Any) -> Setting:
+    return Setting(way, levels, mask, "contiguous", *rest)
+
+
+SHARED_HEADS = covering(
+    EXCHANGES, [(1, 1), (2, 1), (2, 2)], ["documents", "two spans", "rows", "cross"], PRECISIONS[:2], OPTIONS,
+    [((8, 2), (8, 6)), ((8, 8), (8, 6)), ((24, 6), (8, 8))], possible=lambda *cell: contiguous(*cell).possible(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", [contiguous(*cell) for cell in SHARED_HEADS], ids=str)
+def test_heads_sharded_by_tensor_parallelism(setting: Setting) -> None:
+    """A score_mod sees global heads, sinks are replicated."""
+    check(dataclasses.replace(setting.case(), tp=2), run_ranks)
 
 
 @pytest.mark.parametrize("way", EXCHANGES, ids=named)

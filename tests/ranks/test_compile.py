@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import spanwise
 from spanwise import SpanMask, recurrence
 from spanwise.attention.rank_plan import build
-from tests.oracle import make_problem, relative_error
+from tests.oracle import make_problem
 from tests.pairs import covering, named
 from tests.properties.cases import check, keep_attention
 from tests.ranks.calls import EXCHANGES, HOSTS, errors, leaves_of, step
@@ -225,61 +225,6 @@ class CountCalls(TorchDispatchMode):
 
 
 # ---------------------------------------------------------------- heads sharded by tensor parallelism
-
-
-@pytest.mark.parametrize(
-    ("axes", "exchange", "num_kv_heads"),
-    [
-        (1, "all_gather", 2),
-        (2, "all_gather", 2),
-        (2, "ring", 4),
-        (2, "ulysses", 2),
-        (2, "ulysses", 4),
-        ((2, 2), "ring", 2),
-    ],
-)
-def test_tensor_parallel_heads_beside_context_parallel(axes: Any, exchange: str, num_kv_heads: int) -> None:
-    """q, k, v as DTensors sharded over heads; a score_mod sees global heads, sinks are replicated."""
-    plan = plan_number(1, axes, exchange=exchange)
-    problem = make_problem(plan.mask().dense(), heads=(4, num_kv_heads))
-    slopes = torch.tensor([1.0, 0.5, 0.25, 0.125], dtype=torch.float64)
-
-    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + slopes[h] * (kv_idx - q_idx)
-
-    def attend(plan: Any, mesh: Any, place: Any, **options: Any) -> list[torch.Tensor]:
-        q, k, v, grad = (place(spanwise.shard(plan, mesh, x, dim=2), Shard(1)) for x in problem[:4])
-        leaves = [x.requires_grad_() for x in (q, k, v, place(slopes, Replicate()).clone())]
-        out, aux = spanwise.context_parallel_attention(*leaves[:3], plan, mesh, sinks=leaves[3], **options)
-        out.backward(grad)
-        return [out.detach(), *(x.grad for x in leaves), *[x for x in (aux.lse, aux.max_logit) if x is not None]]
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> list[Any]:
-        cp = None if axes == 1 else mesh["cp"] if axes == 2 else mesh["outer", "inner"]
-
-        def place(x: torch.Tensor, placement: Any) -> DTensor:
-            return distribute_tensor(x, mesh["tp"], [placement])
-
-        with_aux = attend(plan, cp, place, return_aux=spanwise.AuxRequest(lse=True, max_logit=True))
-        assert with_aux[0].placements == (Shard(1),) and with_aux[6].placements == (Shard(0),)
-        assert with_aux[0].shape[1] == with_aux[5].shape[1] == with_aux[6].shape[0] == 4
-        changed = attend(plan, cp, place, return_aux=spanwise.AuxRequest(lse=True), score_mod=alibi)
-        return [[x.full_tensor().detach() for x in got] for got in (with_aux, changed)]
-
-    alone, one = plan_number(1, 1), lambda x, _: x.clone()
-    aux = [spanwise.AuxRequest(lse=True, max_logit=True), spanwise.AuxRequest(lse=True)]
-    wholes = [attend(alone, None, one, return_aux=aux[0]), attend(alone, None, one, return_aux=aux[1], score_mod=alibi)]
-    shapes = {1: ((2,), ("tp",)), 2: ((2, 2), ("cp", "tp")), (2, 2): ((2, 2, 2), ("outer", "inner", "tp"))}
-    shape, names = shapes[axes]
-    results = run_ranks(2 * plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=names)
-    for i, whole in enumerate(wholes):
-        for rank, result in enumerate(results):
-            for x, full in zip([*result[i][:4], result[i][5]], [*whole[:4], whole[5]], strict=True):
-                assert relative_error(x, plan.shard(full, rank // 2, dim=2).detach()) <= 1e-10
-            if i == 0:
-                assert relative_error(result[0][6], whole[6].detach()) <= 1e-10
-        # Those of sinks are this cp rank's part of a sum.
-        assert relative_error(sum(result[i][4] for result in results[::2]), whole[4]) <= 1e-10
 
 
 def test_dtensors_that_do_not_fit() -> None:
