@@ -1,6 +1,6 @@
 """Public FX graphs of whole steps: `spanwise.overlap`, PyTorch's own pass and the bound, at one table of costs.
 
-    python benchmarks/public_graphs.py DIRECTORY --out benchmarks/results/public-graphs.json
+    python -m benchmarks.public_graphs DIRECTORY --out FILE
 
 Llama-3 8B and DeepSeek-V3 on 64 and 256 ranks, from meta-pytorch/autoparallel, `tools/overlap_simulator`. DIRECTORY has
 its ``repro_*.py`` and ``*.table``, and ``costs/NAME.json``: milliseconds by node. NCCL tables price buckets.
@@ -68,11 +68,8 @@ class Kernel:
 def load(path: Path) -> tuple[fx.GraphModule, dict[str, Any]]:
     """The graph of a file, and the names that the file defines."""
     text = re.sub(r"^(os\.environ\[|import triton).*$", "", path.read_text(), flags=re.M)
-    names: dict[str, Any] = {
-        "triton": types.SimpleNamespace(jit=Kernel),
-        "tl": types.SimpleNamespace(constexpr=int),
-        "__name__": path.stem,
-    }
+    triton, language = types.SimpleNamespace(jit=Kernel), types.SimpleNamespace(constexpr=int)
+    names: dict[str, Any] = {"triton": triton, "tl": language, "__name__": path.stem}
     exec(compile(text, str(path), "exec"), names)
     reader = Reader()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
@@ -111,12 +108,9 @@ class Tables:
         return LATENCY + moved / rate
 
 
-def row_of(timeline: Timeline) -> dict[str, float]:
-    return {
-        "ms": timeline.makespan,
-        "gib": timeline.peak_bytes / 2**30,
-        "launches": len(timeline.dag.starts),
-    }
+def row_of(timeline: Timeline, **more: float) -> dict[str, float]:
+    launches = len(timeline.dag.starts)
+    return {"ms": timeline.makespan, "gib": timeline.peak_bytes / 2**30, "launches": launches, **more}
 
 
 def case_of(path: Path) -> dict[str, Any]:
@@ -140,7 +134,7 @@ def case_of(path: Path) -> dict[str, Any]:
     try:
         ranks = {group: range(size) for group, size in sizes.items()}
         theirs, seconds = pytorch_order(gm, cost, cost.latency, ranks=ranks, bucket=True)
-        found["PyTorch"] = row_of(theirs) | {"seconds": seconds}
+        found["PyTorch"] = row_of(theirs, seconds=seconds)
         budgets[", PyTorch's peak"] = theirs.peak_bytes
     except (RuntimeError, ValueError) as error:
         print(f"PyTorch on {name}: {str(error)[:200]}")
@@ -149,11 +143,9 @@ def case_of(path: Path) -> dict[str, Any]:
             began = time.process_time()
             result = optimize(gm, cost, bucket=bucket, memory_budget=budget)
             what = ("spanwise, buckets" if bucket else "spanwise") + budget_name
-            found[what] = row_of(result.timeline) | {"seconds": time.process_time() - began}
-            found["own"], found["bound"] = (
-                row_of(result.before),
-                result.bounds.makespan if not bucket else found["bound"],
-            )
+            found[what] = row_of(result.timeline, seconds=time.process_time() - began)
+            found["own"] = row_of(result.before)
+            found.setdefault("bound", result.bounds.makespan)  # of the whole graph, without buckets
     return {"graph": name, **found}
 
 

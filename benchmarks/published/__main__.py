@@ -2,8 +2,8 @@
 
     python -m benchmarks.published FILE [--json OUT]
 
-FILE has rows of measurements by others, each with a source and a setting (`rows.read`). Times come from the cost model
-of spanwise (`Hardware`, `Plan.timeline`) and from the methods' own padding and copies (`attention`).
+FILE has rows of measurements by others, each with a source and a setting (`settings.read`). Times come from the cost
+model of spanwise (`Hardware`, `Plan.timeline`) and from the methods' own padding and copies (`attention`).
 
 Of each source one number is fitted, on one row: a factor of all compute rates; where that would be outside 0.4 to 2.5,
 the fixed seconds of the host. The row is the one with the smallest cp degree, then the fewest GPUs and tokens; it does
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.published import predict
-from benchmarks.published.rows import Row, read
+from benchmarks.published.settings import Row, read
 
 _FACTORS = 0.4, 2.5
 # What methods of one comparison differ in.

@@ -24,7 +24,7 @@ import re
 import numpy as np
 
 import spanwise
-from benchmarks.published.machines import Kernel, Machine
+from benchmarks.published.settings import Kernel, Machine
 from spanwise.advice.model import CONTENTION
 
 # A copy through an index tensor that is as large as the data (torch.gather), in copies of the same bytes.

@@ -1,4 +1,7 @@
-"""Each row's prediction: which machine and kernel it names, and which model prices it."""
+"""Each row's prediction: which machine and kernel it names, and which model prices it.
+
+Training steps are those of `spanwise.advice`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from benchmarks.published import attention, machines, training
-from benchmarks.published.machines import Kernel, Machine
-from benchmarks.published.rows import Row, Setting, packs
-from spanwise.advice.model import CONTENTION, PASSES, PASSES_COMPILED
+from benchmarks.published import attention
+from benchmarks.published.settings import H100, Kernel, Machine, Row, Setting, machine_of, packs
+from spanwise.advice.model import CONTENTION, PASSES, PASSES_COMPILED, Model, Step, apart
 
 # Layers of FLUX.1 (its published configuration): 19 blocks of two streams, 38 of one, each with 12 · dim² weights.
 _FLUX_BLOCKS, _FLUX_DIM, _FLUX_HEADS, _FLUX_TOKENS = 57, 3072, 24, 4608
+# Asynchronous tensor parallelism hides about half of its collectives. Stages of an interleaved pipeline on a device,
+# and micro-batches a stage where a row gives no batch.
+_ASYNC_EXPOSED, _INTERLEAVED, _MICRO_BATCHES = 0.5, 4, 4
 _REFUSED = {
     "recurrence": "recurrent layers on machines that are not named, or on NPUs",
     "overlap-simulated": "simulated by its authors from cost tables; benchmarks/public_graphs.py reads such graphs",
@@ -56,7 +61,7 @@ def pairs(row: Row, factor: float = 1.0, fixed: float = 0.0) -> list[Pair]:
     hardware = str(setting.get("hardware", ""))
     if "Ascend" in hardware or "GB300" in hardware:
         raise ValueError(f"no rates are known for {hardware}")
-    machine = (machines.machine_of(hardware) or machines.H100).scaled(factor)
+    machine = (machine_of(hardware) or H100).scaled(factor)
     kernel = machine.kernel(_kernel_name(row, machine))
     models: dict[str, Callable[..., list[Pair]]] = {
         "attention": _attention, "e2e-train": _step, "overlap-train": _step, "prefill": _prefill,
@@ -125,8 +130,8 @@ def _step(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
     found = []
     for name, value in row.measured.items():
         change = {"async_tp": True} if name.startswith("async_tp") else {}
-        run = training.run_of(row.setting | change, machine)
-        measured = training.units(run, name, value) if value else None
+        run = run_of(row.setting | change, machine)
+        measured = units(run, name, value) if value else None
         if measured is not None:
             found.append(Pair(name, measured, run.seconds(machine, kernel)))
     return found
@@ -139,7 +144,7 @@ def memory(rows: list[Row]) -> list[float]:
         words = f"{row.setting.get('checkpointing', '')} {row.setting.get('hardware', '')}"
         sizes = [value * 2.0**30 for name, value in row.measured.items() if name == "memory_gib" and value]
         try:
-            run = training.run_of(row.setting, machines.machine_of(words) or machines.H100)
+            run = run_of(row.setting, machine_of(words) or H100)
         except NOT_EXPRESSED:
             continue
         found += [size / run.memory for size in sizes if "offload" not in words]
@@ -152,7 +157,7 @@ def _prefill(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
         moved = "q" if "pass_q" in name or "pass-q" in str(row.setting.get("exchange", "")).lower() else "kv"
         if name.endswith("_ms") or name == "ttft_s":
             seconds = value / 1e3 if name.endswith("_ms") else value
-            found.append(Pair(name, seconds, training.prefill_seconds(row.setting, machine, kernel, moved)))
+            found.append(Pair(name, seconds, prefill_seconds(row.setting, machine, kernel, moved)))
     return found
 
 
@@ -201,3 +206,113 @@ def _diffusion(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
         block = products + rest + attend
         found.append(Pair(name, value / (1e3 if name == "ms" else 1.0), int(match.group(1)) * _FLUX_BLOCKS * block))
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A step, its sequences, and how a CP group shares them."""
+
+    step: Step
+    seq_len: int
+    cp: int
+    micro_batch: float  # sequences at a time in a replica
+    micro_batches: int
+    interleaved: int
+    method: str
+
+    @property
+    def tokens(self) -> float:
+        """Of a device, as throughputs count them."""
+        whole = self.seq_len * self.micro_batch * self.micro_batches
+        return float(whole) / self.cp / self.step.tp / self.step.pp
+
+    @property
+    def model_flops(self) -> float:
+        """Operations of a token as Megatron counts them: no recomputation, all pairs (arXiv:2104.04473, eq. 3)."""
+        model = self.step.model
+        return 6.0 * model.parameters + 12.0 * model.layers * model.heads * model.head_dim * self.seq_len
+
+    def seconds(self, machine: Machine, kernel: Kernel) -> float:
+        """Of a whole step."""
+        step, model = self.step, self.step.model
+        beside = dataclasses.replace(machine, hardware=apart(machine.hardware, step.tp))
+        problem = attention.Problem(
+            ((self.seq_len,),), True, max(1, model.heads // step.tp), max(1, model.kv_heads // step.tp),
+            model.head_dim, beside, kernel,
+        )  # fmt: skip
+        method = attention.method_of(self.method, self.cp)
+        one, other = (attention.seconds(problem, method, backward=backward) for backward in (False, True))
+        attend = (one * (1 + (step.recomputed == 1)) + other) * self.micro_batch * model.layers / step.pp
+        compute = sum(step.compute(self.seq_len * self.micro_batch / self.cp).values()) + attend
+        compute *= self.micro_batches + (step.pp - 1) / self.interleaved
+        return compute + step.sharding(compute)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device; a pipeline's first stage holds a micro-batch for each stage."""
+        return self.step.memory(self.seq_len * self.micro_batch * min(self.step.pp, self.micro_batches) / self.cp)
+
+
+def run_of(setting: Setting, machine: Machine) -> Run:
+    """The run that a setting describes; ``ValueError`` if it lacks a number."""
+    names = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+    missing = [key for key in (*names, "seq_len", "gpus") if key not in setting]
+    if missing:
+        raise ValueError(f"the setting does not give {', '.join(missing)}")
+    get = setting.get
+    words = f"{get('checkpointing', '')}".lower()
+    parallel = dict(re.findall(r"(FSDP|TP)(\d+)", str(get("parallel", ""))))
+    tp, cp, pp = int(get("tp") or parallel.get("TP", 1)), int(get("cp") or 1), int(get("pp") or 1)
+    dp = setting["gpus"] // (tp * cp * pp)
+    local = get("local_batch") or get("batch_per_dp")
+    if local is None:
+        local = max(1, int(get("global_batch") or dp) // dp) if pp == 1 else _MICRO_BATCHES * pp
+    how = " ".join(str(get(key, "")) for key in ("method", "exchange", "framework", "attention")).strip()
+    if get("load_balance") and how == "ring":
+        how = "zigzag"
+    float8 = re.search("fp8|float8", str(get("precision", "")).lower())
+    asynchronous = bool(get("async_tp")) or "async" in str(get("variant", "")).lower()
+    step = Step(
+        Model(*(setting[name] for name in names), tied=False), machine.hardware, dp * cp, tp, pp,
+        recomputed=1.0 if "full" in words else 0.4 if "selective" in words else 0.0,
+        compiled=bool(get("compile")) or get("mode") == "compile" or "Megatron" in how,
+        product_speed=machine.float8 if float8 else 1.0, exposed=_ASYNC_EXPOSED if asynchronous else 1.0,
+    )  # fmt: skip
+    batch, batches = (1.0, int(local)) if pp > 1 else (float(local), 1)
+    interleaved = 1 if get("schedule") == "1F1B" else _INTERLEAVED
+    return Run(step, setting["seq_len"], cp, batch, batches, interleaved, how or "zigzag")
+
+
+def prefill_seconds(setting: Setting, machine: Machine, kernel: Kernel, moved: str) -> float:
+    """Of a forward over new tokens after cached ones; a ring of hosts passes K/V ("kv") or queries ("q")."""
+    new, cached = setting.get("new") or setting["seq_len"], setting.get("cached") or 0
+    tp, cp, heads, kv_heads = setting["tp_in_node"], setting["cp"], setting["heads"], setting["kv_heads"]
+    layers, dim, head_dim = setting["layers"], setting["dim"], setting["head_dim"]
+    hardware = machine.hardware
+    per_layer = dim * head_dim * 2 * (heads + kv_heads) + 3.0 * dim * setting["ffn"]
+    flops, tokens = 2.0 * per_layer / tp * new / cp, new / cp
+    weights = per_layer / tp  # bytes in float8, read once
+    products = max(flops / (hardware.matmul_flops * machine.float8), weights / hardware.memory_bandwidth)
+    pairs = new * cached + new * (new + 1) / 2
+    attend = 4.0 * pairs / cp * heads / tp * head_dim / kernel.forward
+    all_reduce = 2 * 2 * hardware.all_gather_seconds(tokens / tp * dim * 2, tp)
+    far = hardware.links[-1]
+    keys = (new + cached) / cp * 2 * kv_heads / tp * head_dim * 2
+    rows = tokens * heads / tp * head_dim * 2
+    hop = far.latency + (keys if moved == "kv" else rows) / far.bandwidth
+    back = 0.0 if moved == "kv" else far.latency + rows / far.bandwidth  # an all-to-all of partial outputs
+    ring = attend / cp + (cp - 1) * max(attend / cp, hop) + back
+    return layers * (products + all_reduce + ring)
+
+
+def units(run: Run, name: str, value: float) -> float | None:
+    """A measurement of a step as seconds; None for what is not its time."""
+    if re.search("gib|gb|mfu|percent|mb$|speedup|without_cp", name):
+        return None
+    if "tokens_per_s" in name:
+        return run.tokens / value
+    if "tflops" in name:
+        return run.tokens * run.model_flops / (value * 1e12)
+    if name in ("step_s", "iteration_s"):
+        return value
+    return value / 1e3 if name in ("step_ms", "ms") else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import __main__ as published, attention, machines, predict, rows
+from benchmarks.published import __main__ as published, attention, predict, settings
 
 SHAPE = {"heads": 8, "kv_heads": 8, "head_dim": 128, "hardware": "8xH100", "workload": "fwd", "kernel": "FA3"}
 
@@ -39,7 +39,7 @@ def test_one_number_is_fitted_on_the_smallest_row_and_never_on_packed_masks(tmp_
 
 
 def problem(packs: tuple[tuple[int, ...], ...], *, causal: bool = True) -> attention.Problem:
-    return attention.Problem(packs, causal, 64, 8, 128, machines.H100, machines.H100.kernel("flash 3"))
+    return attention.Problem(packs, causal, 64, 8, 128, settings.H100, settings.H100.kernel("flash 3"))
 
 
 def test_a_ring_of_contiguous_chunks_takes_nearly_twice_as_long_as_zigzag() -> None:
@@ -49,14 +49,16 @@ def test_a_ring_of_contiguous_chunks_takes_nearly_twice_as_long_as_zigzag() -> N
 
 
 def test_packs_are_full_and_cut_at_a_quarter() -> None:
-    packs = rows.packs({"seq_len_total": 65536, "mask": "packed causal documents"})
+    packs = settings.packs({"seq_len_total": 65536, "mask": "packed causal documents"})
     assert {sum(pack) for pack in packs} == {65536} and max(map(max, packs)) == 16384 and len(packs) == 20
-    lists = rows.packs({"seq_len_total": 64, "mask": "packed; cu_seqlens [0,8],[0,2,8]"})
+    lists = settings.packs({"seq_len_total": 64, "mask": "packed; cu_seqlens [0,8],[0,2,8]"})
     assert lists == ((64,), (16, 48))
 
 
 def test_a_training_step_is_counted_in_tokens_of_a_device() -> None:
     setting = {"model": "Llama 3.1 8B", "gpus": 8, "cp": 2, "seq_len": 65536, "local_batch": 1, "hardware": "H100"}
-    found = rows.Row(1, "s", "e2e-train", rows.complete(setting), {"tokens_per_s_per_gpu": 2000, "memory_gib": 80})
+    found = settings.Row(
+        1, "s", "e2e-train", settings.complete(setting), {"tokens_per_s_per_gpu": 2000, "memory_gib": 80}
+    )
     (pair,) = predict.pairs(found)
     assert pair.measured == pytest.approx(65536 * 4 / 8 / 2000) and 5 < pair.predicted < 20
