@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import re
 import sys
@@ -151,41 +150,6 @@ def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
     for ours, theirs, result in zip(codes, plain, results, strict=True):
         assert sorted(called(theirs)) == sorted(called(ours)) != called(theirs) != scheduled(result)
         assert 0 < kernels(ours) <= kernels(theirs)
-
-
-def decoder_layer(x: torch.Tensor, shards: list[torch.Tensor], group: str) -> torch.Tensor:
-    """Attention with two heads and a gated MLP, ``[B, S, D]``; every matrix is gathered where it is used."""
-    q, k, v, o, gate, up, down = (functools.partial(Gathered.apply, shard, group) for shard in shards)
-    h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-    heads = [(h @ w().t()).unflatten(-1, (2, -1)).transpose(1, 2) for w in (q, k, v)]
-    x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2) @ o().t()
-    h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-    return x + (F.silu(h @ gate().t()) * (h @ up().t())) @ down().t()
-
-
-def test_a_decoder_layer_keeps_order_and_fusion(group: str) -> None:
-    """With attention, and collectives merged: names alone, in order."""
-    dim, ffn = 32, 48
-    sizes = [(dim, dim)] * 4 + [(ffn, dim)] * 2 + [(dim, ffn)]
-    shards = [torch.randn(out // RANKS, into, requires_grad=True) for out, into in sizes]
-    x = torch.randn(2, BATCH, dim, requires_grad=True)
-    results: list[Result] = []
-    codes = {}
-    for name, use in {"ours": backend(cost=Cost(), on_result=results.append), "plain": "inductor"}.items():
-        step = torch.compile(decoder_layer, backend=use)
-        codes[name] = run_and_get_code(lambda step=step: step(x, shards, group).sum().backward())[1]
-    for ours, plain, result in zip(codes["ours"], codes["plain"], results, strict=True):
-        names = re.findall(
-            r"^ +(?:\w+ = )?(?:torch\.ops\.\w+|extern_kernels)\.(\w+)(?:\.default)?\(", ours, re.MULTILINE
-        )
-        tied = [node for node in result.graph_module.graph.nodes if is_event(node)]
-        assert names == ["agree", *(node.target._schema.name.split("::")[1] for node in tied)]
-        assert any("scaled_dot_product" in name for name in names) and any("coalesced" in name for name in names)
-        assert len(result.timeline.dag.starts) < len(result.before.dag.starts) == len(shards)
-        # Gradients that are scaled as they come may be kernels of their own; what is a chain stays one kernel.
-        pointwise = sum(operators.traits(node).pointwise for node in result.graph_module.graph.nodes)
-        assert kernels(ours) <= kernels(plain) + len(result.timeline.dag.starts)
-        assert kernels(ours) <= pointwise // 3
 
 
 def test_compiling_again_hits_the_cache_and_other_options_or_costs_miss(group: str) -> None:

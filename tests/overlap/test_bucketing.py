@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.buckets import bucket
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.engine import simulate
 from spanwise.overlap.quotient import Quotient, joined, split_units, units_of
 from spanwise.overlap.scheduler import Engine
 from spanwise.overlap.search import schedule
@@ -49,6 +50,17 @@ def two_gathers(*deps: int) -> Dag:
         Node("read b", C, 1.0, (2, 5)),
     )
     return Dag(nodes, (Storage(8, 0, (1, 2)), Storage(4, 3, (4, 5)), Storage(9, 4, (5, 6)), Storage(1, 6, kept=True)))
+
+
+def test_members_start_where_the_first_one_did() -> None:
+    merged = merge(two_gathers(), [[4, 0]], [4.5])
+    assert merged.members == ((3,), (0, 4), (1, 5), (2,), (6,))
+    start, wait = merged.dag.nodes[1:3]
+    assert start == Node("gather a and 1 more", S, 4.5, (0,), "dp")
+    assert wait == Node("wait a and 1 more", W, 0.0, (1,), start=1)
+    assert merged.dag.storages[0] == Storage(8, 1, (2, 3)) and merged.dag.storages[2] == Storage(9, 1, (2, 4))
+    assert merged.dag.peak_bytes() == 8 + 4 + 9 and simulate(merged.dag).makespan == 1 + 4.5 + 2
+    assert len(merged.dag.starts) == 1
 
 
 def test_buckets_that_wait_for_one_another_are_refused() -> None:
@@ -165,6 +177,16 @@ def test_launches_are_saved_where_compute_is_the_bottleneck() -> None:
     assert after.timeline.makespan <= 1.03 * lower_bounds(merged.dag).makespan
     assert len(merged.dag.starts) <= len(dag.starts) / 3 and after.timeline.peak_bytes <= budget
     assert len(asked) <= 2 * len(dag.starts)  # a price of fx nodes takes time
+
+
+def test_a_pair_at_fault_does_not_keep_others_apart() -> None:
+    """The gather that is needed at once would wait for a long one; two of another group have time."""
+    nodes = [Node(name, S, ms, group=name[0]) for name, ms in (("g", 1.0), ("g 1", 1.0), ("h", 1.0), ("h 1", 3.0))]
+    nodes += [Node("mm", C, 1.0), Node("wait h", W, 0.0, (2,), start=2), Node("mm of h", C, 3.0, (4, 5))]
+    nodes += [Node(f"wait {i}", W, 0.0, (i,), start=i) for i in (3, 0, 1)]
+    dag = Dag((*nodes, Node("sum", C, 1.0, (6, 7, 8, 9))))
+    merged, _ = bucket(dag, schedule(dag), [node.group or None for node in dag.nodes], saves(dag, 0.5))
+    assert [members for members in merged.members if len(members) > 1] in ([(0, 1), (8, 9)], [(1, 0), (9, 8)])
 
 
 def test_bad_prices_and_keys_raise() -> None:

@@ -70,9 +70,6 @@ def by_hand(build: Callable[[fx.Graph, fx.Node], Any], shape: tuple[int, ...] = 
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-# Collectives.
-
-
 # Memory. `test_emit` runs random programs.
 
 # What each node must follow; nodes that are not named may have any dependencies.
@@ -80,27 +77,11 @@ def by_hand(build: Callable[[fx.Graph, fx.Node], Any], shape: tuple[int, ...] = 
 Expected = dict[str, set[str]]
 
 
-def in_place(x: torch.Tensor, tp: str) -> Any:
-    y = x.clone()
-    before = y.sum()
-    OPS.wait_tensor(OPS.all_reduce_(y, "sum", tp))
-    return before, y * 2  # not the wait's result
-
-
 def operand_written(x: torch.Tensor, tp: str) -> Any:
     y = x * 2
     gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(y, 2, tp))
     y.add_(1)
     return gathered.sum(), y
-
-
-def lists_written(x: torch.Tensor, tp: str) -> Any:
-    y, z = x * 2, x * 3
-    a, b = OPS.all_reduce_coalesced_([y, z], "sum", tp)
-    OPS.wait_tensor(a)
-    read = y.sin()
-    OPS.wait_tensor(b)
-    return read, z.cos()
 
 
 def batch_norm(x: torch.Tensor, tp: str) -> Any:
@@ -139,9 +120,7 @@ def waits_for_another_graph(x: torch.Tensor, tp: str) -> Any:
 
 
 FOLLOWS: list[tuple[Callable[[torch.Tensor, str], Any], Expected]] = [
-    (in_place, {"all_reduce_": {"clone", "sum_1"}, "mul": {"wait_tensor"}}),
     (operand_written, {"add_": {"wait_tensor"}}),
-    (lists_written, {"sin": {"wait_tensor"}, "cos": {"wait_tensor_1"}}),
     (batch_norm, {"native_batch_norm": {"mul"}, "add": {"native_batch_norm"}, "add_1": {"native_batch_norm"}}),
     (copied_in, {"add": {"all_gather_copy_in"}, "sub": {"chunk_cat"}, "mul": {"_pre_bucket_reduce_scatter"}}),
     (random_branch, {"cond": {"rand_like"}, "randn_like": {"cond"}}),
@@ -151,7 +130,6 @@ FOLLOWS: list[tuple[Callable[[torch.Tensor, str], Any], Expected]] = [
 ]  # fmt: skip
 # Nodes that do not follow others, neither directly nor over other nodes.
 APART = {
-    "lists_written": [("sin", "wait_tensor_1"), ("wait_tensor_1", "sin")],
     "copied_in": [("sin", "chunk_cat"), ("chunk_cat", "all_gather_copy_in")],
     "compared": [("sin", "compare_call_1"), ("compare_call_1", "wait_tensor")],
     "waits_for_another_graph": [("cos", "wait_tensor")],

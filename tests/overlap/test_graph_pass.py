@@ -129,15 +129,3 @@ def test_wrong_options_and_things_that_are_no_graphs_are_refused() -> None:
 
 
 # Other graphs.
-
-
-def test_sizes_may_be_open(results: list[overlap.Result]) -> None:
-    gm = traced(step, *inputs(), mode="symbolic")
-    apply = overlap.graph_pass(cost=costs, on_result=results.append, bucket=False)
-    new = apply(gm, inputs())
-    assert sorted(names(new)) == sorted(names(gm))
-    values = [node.meta["val"] for node in new.graph.nodes if node.op == "placeholder"]
-    assert any(isinstance(size, torch.SymInt) for value in values for size in value.shape)
-    assert results[0].sizes == 4096
-    with pytest.raises(overlap.GraphError, match="is symbolic; give numbers"):
-        overlap.graph_pass(cost=costs, sizes=None)(gm, inputs())

@@ -177,6 +177,17 @@ def test_what_is_written_is_not_cut() -> None:
     assert not names & {"mm", "sin"}
 
 
+@pytest.mark.parametrize("drop", [F.dropout, lambda h, p: torch.native_dropout(h, p, True)[0]])
+def test_random_operators_stop_a_cut(drop: Callable[..., torch.Tensor]) -> None:
+    gm = traced(lambda x, w, v: (scatter(drop(gather(x) @ w, 0.5) @ v),), drawn(TOKENS, DIM), W, V)
+    names = {n.name for region in find_regions(gm.graph) for n in region.cuts}
+    assert not any("dropout" in name or "bernoulli" in name or "rand" in name for name in names)
+    for region in find_regions(gm.graph):
+        found = cut(gm, 2, region)
+        drawn_numbers = [n for n in found.graph.nodes if "dropout" in n.name or "bernoulli" in n.name]
+        assert not any("piece" in n.name for n in drawn_numbers)
+
+
 def test_operators_of_torch_export() -> None:
     """Composite operators, as graphs have them that were not decomposed."""
 
