@@ -179,6 +179,13 @@ def test_launches_are_saved_where_compute_is_the_bottleneck() -> None:
     assert len(asked) <= 2 * len(dag.starts)  # a price of fx nodes takes time
 
 
+def test_a_bucket_that_costs_more_than_its_members_is_refused() -> None:
+    dag, budget = layers(4, compute=4.0)
+    before = schedule(dag, budget=budget)
+    merged, after = bucket(dag, before, kind_of(dag), lambda starts: 0.31 * len(starts))
+    assert merged.dag is dag and after is before
+
+
 def test_a_pair_at_fault_does_not_keep_others_apart() -> None:
     """The gather that is needed at once would wait for a long one; two of another group have time."""
     nodes = [Node(name, S, ms, group=name[0]) for name, ms in (("g", 1.0), ("g 1", 1.0), ("h", 1.0), ("h 1", 3.0))]
@@ -198,7 +205,7 @@ def test_bad_prices_and_keys_raise() -> None:
             bucket(dag, before, kind_of(dag), lambda starts, prices=prices: prices[len(starts)])  # type: ignore[misc]
 
 
-@given(graphs(), st.integers(0, 10), st.sampled_from([-0.5, 0.0, 0.5, 1.0]), st.randoms(use_true_random=False))
+@given(graphs(), st.integers(0, 10), st.sampled_from([0.0, 0.5, 1.0]), st.randoms(use_true_random=False))
 def test_never_longer_never_over_the_budget_nothing_twice(
     dag: Dag, room: int, saved: float, draw: random.Random
 ) -> None:
@@ -214,7 +221,6 @@ def test_never_longer_never_over_the_budget_nothing_twice(
     merged.dag.check_order(after.order)
     assert after.timeline.makespan <= before.timeline.makespan
     assert after.timeline.peak_bytes <= budget and len(merged.dag.starts) <= len(dag.starts)
-    assert saved >= 0 or merged.dag is dag  # a bucket that costs more than its members
     for node, members in zip(merged.dag.nodes, merged.members, strict=True):
         if len(members) > 1:
             assert node.name == f"{dag.nodes[members[0]].name} and {len(members) - 1} more"

@@ -192,11 +192,16 @@ def measure(
         group = dist.group.WORLD
     shared = None if group is None or _torch.is_simulated(group) else group
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
-    jobs, left_out = _jobs(graphs, known_ranks)
-    error = None  # if one rank raised here, the others would wait for it
-    if fallback is None and left_out:
-        name, reason = next(iter(left_out.items()))
-        error = name, f"it cannot be measured: {reason}; pass fallback="
+    jobs: dict[str, _Job] = {}
+    left_out: dict[str, str] = {}
+    error: tuple[str, str] | None = None
+    try:  # if one rank raised here, the others would wait for it
+        jobs, left_out = _jobs(graphs, known_ranks)
+        if fallback is None and left_out:
+            name, reason = next(iter(left_out.items()))
+            error = name, f"it cannot be measured: {reason}; pass fallback="
+    except GraphError as refused:
+        error = refused.node, str(refused)
     of_ranks = _exchange(shared, error, {key: (job.ranks, job.node.name) for key, job in jobs.items()})
     held = Counter((key, members) for keys in of_ranks for key, (members, _) in keys.items())
     clock = timer or (lambda node, call: milliseconds(call, where, repeats))
@@ -207,7 +212,7 @@ def measure(
         for key, ms in of_rank.items():
             table[key] = max(ms, table.get(key, 0.0))
     names = {key: name for keys in of_ranks for key, (_, name) in keys.items()}
-    for key in names.keys() - table.keys():
+    for key in sorted(names.keys() - table.keys()):
         reason = refusals.get(key, "not all ranks of its group have it alike")
         if key in jobs:
             left_out.setdefault(jobs[key].node.name, reason)
