@@ -186,6 +186,21 @@ def test_a_bucket_that_costs_more_than_its_members_is_refused() -> None:
     assert merged.dag is dag and after is before
 
 
+def test_gathers_around_a_scatter_that_is_hidden() -> None:
+    """Gathers before and after it become one where the first of them was."""
+    nodes = (
+        Node("gather a", S, 2.0, (), "g"), Node("mm 1", C, 2.0), Node("wait a", W, 0.0, (0,), start=0),
+        Node("use a", C, 1.0, (2,)), Node("scatter", S, 2.0, (3,), "g"), Node("mm 2", C, 2.0, (1,)),
+        Node("wait scatter", W, 0.0, (4,), start=4), Node("gather b", S, 2.0, (), "g"), Node("mm 3", C, 2.0, (5,)),
+        Node("wait b", W, 0.0, (7,), start=7), Node("sum", C, 1.0, (6, 8, 9)),
+    )  # fmt: skip
+    dag = Dag(nodes)
+    before = schedule(dag)
+    merged, after = bucket(dag, before, kind_of(dag), lambda starts: 2.0)
+    assert (0, 7) in [tuple(sorted(members)) for members in merged.members]
+    assert after.timeline.makespan == before.timeline.makespan
+
+
 def test_a_pair_at_fault_does_not_keep_others_apart() -> None:
     """The gather that is needed at once would wait for a long one; two of another group have time."""
     nodes = [Node(name, S, ms, group=name[0]) for name, ms in (("g", 1.0), ("g 1", 1.0), ("h", 1.0), ("h 1", 3.0))]

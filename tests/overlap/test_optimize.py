@@ -168,26 +168,20 @@ def test_sizes_stand_for_symbols() -> None:
         first, second = y @ y.t(), OPS.wait_tensor(start)
         return first, second @ x.t()
 
-    given = torch.ones(6, 4), torch.ones(10, 4)
-    gm = make_fx(function, tracing_mode="symbolic")(*given)
+    gm = make_fx(function, tracing_mode="symbolic")(torch.ones(6, 4), torch.ones(10, 4))
     cost = overlap.CostModel(H100, ranks={"tp": (0, 1)})
     symbols = sorted({str(size) for x in gm.graph.find_nodes(op="placeholder") for size in x.meta["val"].shape})
-    result = overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols, 4096))
     numeric = overlap.optimize(made(function, torch.ones(4096, 4096), torch.ones(4096, 4096)), cost)
-    assert result.timeline.makespan == numeric.timeline.makespan > 0
-    assert result.report() == numeric.report() and result.sizes == dict.fromkeys(symbols, 4096)
-    assert overlap.optimize(made(function, *given), cost, sizes=4096, split=True).sizes is None
-    assert overlap.optimize(gm, cost, sizes=4096).timeline.makespan == result.timeline.makespan
-    for module in (gm, result.graph_module):
-        assert {str(node.meta["val"].shape[0]) for node in module.graph.find_nodes(op="placeholder")} <= set(symbols)
-    with pytest.raises(ValueError, match=f"the graph has {symbols[-1]} as well: give all of them"):
-        overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols[:-1], 4096))
-    with pytest.raises(ValueError, match=r"sizes must be whole numbers of at least 1.*, got \{'s\d+': 0"):
-        overlap.optimize(gm, cost, sizes=dict.fromkeys(symbols, 0))
-    for wrong in (0, -1, 2.5, True, "4096", [4096]):  # also where nothing is symbolic
-        for module in (gm, made(function, *given)):
-            with pytest.raises(ValueError, match=r"sizes must be whole numbers of at least 1.*, got "):
-                overlap.optimize(module, cost, sizes=wrong)  # type: ignore[arg-type]
+    for sizes in (dict.fromkeys(symbols, 4096), 4096):
+        result = overlap.optimize(gm, cost, sizes=sizes)
+        assert result.timeline.makespan == numeric.timeline.makespan > 0
+        assert result.report() == numeric.report() and result.sizes == sizes
+        for module in (gm, result.graph_module):
+            shown = {str(node.meta["val"].shape[0]) for node in module.graph.find_nodes(op="placeholder")}
+            assert shown <= set(symbols)
+    for wrong in (dict.fromkeys(symbols[:-1], 4096), dict.fromkeys(symbols, 0), 0, 2.5, True, "4096"):
+        with pytest.raises(ValueError, match="sizes"):
+            overlap.optimize(gm, cost, sizes=wrong)  # type: ignore[arg-type]
     with pytest.raises(GraphError, match="is symbolic; give numbers"):
         overlap.optimize(gm, cost)
 
@@ -197,18 +191,14 @@ def test_what_no_graph_allows_is_refused() -> None:
     peak = overlap.simulate(gm, costs).peak_bytes
     assert overlap.optimize(gm, costs, memory_budget=peak).timeline.peak_bytes <= peak
     before = state(gm)
-    with pytest.raises(ValueError, match=f"takes 16 bytes at its peak: the graph's own takes {peak:,}, the least"):
-        overlap.optimize(gm, costs, memory_budget=16)
-    numbers = ("memory_budget", "effort")
-    wrong: list[tuple[str, Any]] = [(name, x) for name in numbers for x in (math.nan, math.inf, 2**63, "1GB", True)]
+    wrong: list[tuple[str, Any]] = [(name, x) for name in ("memory_budget", "effort") for x in (math.nan, 2**63, True)]
     wrong += [("multiplier", 0), ("multiplier", "2"), ("effort", 1.5), ("bucket", "no"), ("split", "no")]
-    for name, value in wrong:
-        with pytest.raises(ValueError, match=f"{name} must be"):
+    for name, value in (*wrong, ("memory_budget", 16)):
+        with pytest.raises(ValueError, match=f"{name} must be|takes 16 bytes at its peak"):
             overlap.optimize(gm, costs, **{name: value})
-    for other in (torch.nn.Linear(2, 2), gathered):
-        for function in (overlap.optimize, overlap.simulate, overlap.lower_bound):
-            with pytest.raises(TypeError, match=r"expected an fx\.GraphModule of ATen operators, got"):
-                function(other, costs)  # type: ignore[arg-type]
+    for function in (overlap.optimize, overlap.simulate, overlap.lower_bound):
+        with pytest.raises(TypeError, match=r"expected an fx\.GraphModule of ATen operators, got"):
+            function(gathered, costs)  # type: ignore[arg-type]
     assert state(gm) == before
 
 

