@@ -74,7 +74,7 @@ def simulate(dag: Dag, order: Order | None = None) -> Timeline:
         GraphError: a node of `order` comes before one of its dependencies.
         ValueError: `order` misses a node or repeats one.
 
-    >>> from spanwise.overlap.dag import Node
+    >>> from spanwise.overlap.dag import Kind, Node
     >>> start, wait = Node("gather", Kind.START, 4.0, group="dp"), Node("wait", Kind.WAIT, deps=(0,), start=0)
     >>> timeline = simulate(Dag((start, Node("other", Kind.COMPUTE, 3.0), wait)))
     >>> timeline.makespan, timeline.exposed, timeline.counts()
