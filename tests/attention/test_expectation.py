@@ -1,10 +1,14 @@
-"""Which call of a rank is expected: it follows from the calls before it alone."""
+"""Which call of a rank is expected, from the calls before it alone; and the operator that compares in compiled code."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
 
+import torch
+from torch._inductor import utils
+
+import spanwise.attention.compare  # noqa: F401  # registers the operator
 from spanwise.attention.call_log import Expectation
 
 NEAR, FULL, LOSS = 1, 2, 3
@@ -52,3 +56,11 @@ def test_expectations_of_values_that_never_come_back_do_not_grow() -> None:
     expected = Expectation()
     meets(list(range(20_000)), expected)
     assert len(expected._after) < 10_000 and len(expected._fresh) < 10_000
+
+
+def test_no_cuda_graph_captures_a_comparison() -> None:
+    """It would then compare once, and not in the steps that replay the graph."""
+    graph = torch.fx.Graph()
+    call = graph.call_function(torch.ops.spanwise.compare_call.default, ())
+    assert utils.is_cudagraph_unsafe_fx_node(call)
+    assert not utils.is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.aten.add.Tensor, ()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from spanwise.attention import call_log
-from spanwise.attention.failure import ExchangeError, explanation
+from spanwise.attention.failure import explanation
 
 WORLD = (0, 1, 2, 3)
 
@@ -40,13 +39,6 @@ def test_lost_ranks(name: str) -> None:
     found, text = explanation(rank, reports, cut, trouble)
     assert found == lost and all(part in text for part in parts), text
     assert text.startswith(reports[rank][0]) and ("lost:" in text) == bool(lost)
-
-
-def test_the_error_travels_between_processes() -> None:
-    error = ExchangeError("text")
-    error.lost, error.lost_global = (1,), (5,)
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.lost, again.lost_global) == ("text", (1,), (5,))
 
 
 class Peers:

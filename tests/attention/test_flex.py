@@ -90,14 +90,6 @@ def test_fourteen_plans_share_two_graphs_inside_a_compiled_module() -> None:
     assert backend.frame_count <= 2
 
 
-@pytest.mark.slow
-def test_a_process_may_use_more_settings_than_dynamo_allows_graphs() -> None:
-    before = graphs()
-    for q_len in range(130, 140):  # Dynamo refuses the ninth graph of one function
-        run(SpanMask.causal(q_len))
-    assert graphs() - before == 10
-
-
 def test_the_lse_of_an_empty_row_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels on a GPU may give another one than torch's dense form."""
     mask, original = with_empty_rows(SpanMask.causal(ROWS)), flex_module._flex

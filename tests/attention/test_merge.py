@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from spanwise.attention.kernels.base import AttentionOptions
-from spanwise.attention.kernels.merge import Merging, merge
+from spanwise.attention.kernels.merge import Merging
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.masks.span_mask import SpanMask
 from tests.attention.stand_ins import PARTS, attend, chunk
@@ -52,20 +52,6 @@ def test_some_inputs_without_gradient(wanted: str) -> None:
     grads = torch.autograd.grad(merging.result(), [x for x, _ in leaves], (inputs.grad_out, inputs.grad_lse))
     for grad, (_, exact) in zip(grads, leaves, strict=True):
         assert relative_error(grad, exact) <= 1e-10
-
-
-def test_pairs_keep_the_gradients_of_autograd() -> None:
-    """Of results that are no parts of a kernel."""
-    mask, reference = MASKS["empty rows"], KERNELS["reference"]
-    inputs = draw(mask, SHAPES[0], torch.float64)
-    q, k, v = leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    got = merge(
-        [
-            reference.attend(q, k[:, :, keys], v[:, :, keys], part, torch.empty(0), OPTIONS)
-            for keys, part in cut(inputs, mask)
-        ]
-    )
-    check(inputs, mask, got, leaves, "both", EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -163,12 +163,6 @@ def test_promises_are_checked() -> None:
             make(SpanMask.causal(LENGTH), 4, steps).num_chunks()
 
 
-def test_replace_takes_names_and_functions(relay: Function) -> None:
-    plan = make(DOCUMENTS, 2, relay)
-    assert plan.replace(exchange="ring").replace(exchange=relay) == plan
-    assert plan.replace(exchange="ring") == make(DOCUMENTS, 2, "ring", keep_kv=True)  # type: ignore[arg-type]
-
-
 def test_steps_are_part_of_the_fingerprint() -> None:
     plans = [make(DOCUMENTS, 4, functools.partial(cut, at=at)) for at in (2, 2, 3)]
     assert plans[0] == plans[1] != plans[2]

@@ -15,7 +15,7 @@ from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
 from tests.attention.test_kernels import draw
 from tests.attention.test_own_exchange import DOCUMENTS, LENGTH, WINDOW, code_of, with_empty_rows
-from tests.oracle import make_problem, relative_error
+from tests.oracle import relative_error
 from tests.pairs import covering
 from tests.ranks.harness import run_ranks
 
@@ -119,52 +119,6 @@ def test_exact_under_every_exchange(
         assert (found[1][:, :, empty] == -torch.inf).all()
         found[1], exact = found[1][:, :, ~empty], [want[0], want[1][:, :, ~empty], *want[2:]]
         assert all(relative_error(x, y.detach()) <= tolerance for x, y in zip(found, exact, strict=True))
-
-
-def test_in_context_parallel(kernel: Kernel) -> None:
-    mask = SpanMask.causal(LENGTH)
-    plan = spanwise.make_plan(mask, 2, balancer="head_tail", block_size=4)
-    problem = make_problem(mask.dense(), heads=(4, 4))
-
-    class Attention(torch.nn.Module):
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None) -> torch.Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
-
-    calls: list[int] = []
-
-    class Counted(type(kernel)):  # type: ignore[misc]
-        def attend(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            calls.append(torch.distributed.get_rank())
-            return super().attend(*args)
-
-    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
-        style = spanwise.ContextParallel(attention_type="sdpa", kernel=Counted())
-        module = style._apply(Attention(), mesh)
-        shards = [spanwise.shard(plan, mesh, x, dim=2) for x in problem[:3]]
-        return spanwise.unshard(plan, mesh, module(*shards, attn_mask=plan), dim=2)
-
-    for out in run_ranks(2, on_rank):
-        assert relative_error(out, problem.out) <= 1e-10
-    assert set(calls) == {0, 1}
-
-
-@pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
-def test_compiles_fullgraph(kernel: Kernel) -> None:
-    mask = MASKS["documents"]
-    plan = spanwise.make_plan(mask, 1)
-    problem, local = make_problem(mask.dense()), plan.local(None, kernel=kernel)
-    leaves = [x.clone().requires_grad_() for x in problem[:3]]
-    torch._dynamo.reset()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: Any) -> torch.Tensor:
-        return spanwise.context_parallel_attention(q, k, v, local, None, kernel=kernel)
-
-    out = attend(*leaves, local)
-    out.backward(problem.grad_out)
-    for got, want in zip((out, *(x.grad for x in leaves)), (problem.out, *problem[6:9]), strict=True):
-        assert relative_error(got.detach(), want) <= 1e-10
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

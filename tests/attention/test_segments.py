@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 import spanwise
 from spanwise import SpanMask
-from spanwise.attention.kernels._segments import Round, _bands, _round, _split, cut_rounds
+from spanwise.attention.kernels._segments import Round, cut_rounds
 from spanwise.layouts.runs import subtract_runs
 
 
@@ -73,17 +73,6 @@ def any_mask(draw: st.DrawFn) -> SpanMask:
 @given(any_mask())
 def test_any_mask(mask: SpanMask) -> None:
     check(mask)
-
-
-@given(any_mask())
-def test_parts_of_bands(mask: SpanMask) -> None:
-    """Every band split, even where `cut_rounds` would not choose that."""
-    for b, dense in enumerate(mask.dense()):
-        got = np.zeros(dense.shape, dtype=int)
-        for band in [band for n in range(mask.num_spans) for band in _bands(mask.start[b, n], mask.end[b, n])]:
-            for part in _split(band):
-                got += pairs(_round([part], part.window, mask.q_len, mask.kv_len))
-        np.testing.assert_array_equal(got, dense)
 
 
 LENGTHS = [1, 1, 70, 3, 1, 128, 40, 2, 54]
