@@ -195,36 +195,3 @@ def test_one_plan_and_grids(tmp_path: Path) -> None:
     assert (
         "→ 1 × 4" in done.said and "4 × 1 longest first" in done.said and summary(grids[:1]) == "one rank has no grids"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ("", "nothing to plan"),
-        ("--documents {tmp}/d.csv", r"d\.csv\[1\]: .* 'x'"),
-        ("--seq-len 99999999999", "--seq-len .* got 99,999,999,999"),
-        ("--documents {tmp}/long.json", "99,999,999 tokens are more than one plan takes"),
-        ("--seq-len 99 --window -3", "--window .* got -3"),
-        ("--seq-len 99 --window 5 5", "add --bidirectional"),
-        ("--seq-len 99 --window-layers 1", "--window-layers 1 needs --window"),
-        ("--seq-len 99 --window 5 --window-layers 3 --layers 2", "--window-layers .* --layers 2, got 3"),
-        (f"--seq-len 99 --layers {10**400}", "--layers .* got 10,000,"),
-        ("--seq-len 99 --heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads, got 3 and 2"),
-        ("--seq-len 99 --ranks 6 --inner 3", "--inner must divide the ranks and --heads, got 3, 6 ranks and 32 heads"),
-        ("--seq-len 99 --exchange ulysses --ranks 6", "32.* 6"),
-        ("--seq-len 99 --ranks 0", "between 1 and 99 for a sequence of 99 tokens, got 0"),
-        ("--seq-len 9999 --ranks 200000", "between 1 and 1,024 .* got 200,000"),
-        ("--seq-len 99 --hardware h1000", "cannot read --hardware 'h1000': No such file.* or one of h100, h200"),
-        ("--seq-len 99 --hardware {tmp}/d.csv", r"d\.csv is not a file written by Hardware\.save"),
-        ("--seq-len 99 --json /proc/none.json", "cannot write /proc/none.json: No such file.*; name another file"),
-        ("--seq-len 99 --global-batch --inner 2", "--global-batch compares plans without --inner, got --inner 2"),
-        ("--seq-len 99 --global-batch --memory-budget 5", "--global-batch compares plans without --memory-budget"),
-        ("--seq-len 99 --hidden-dim 5", "--hidden-dim 5 is for --global-batch"),
-    ],
-)
-def test_bad_options_are_explained(arguments: str, error: str, tmp_path: Path) -> None:
-    write(tmp_path / "d.csv", "3\nx\n")
-    write(tmp_path / "long.json", "[99999999]")
-    done = run("plan", *(argument.format(tmp=tmp_path) for argument in arguments.split()))
-    assert done.status == 2 and "Traceback" not in done.err
-    assert re.search(error, done.err), done.err
