@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,18 +33,19 @@ from tests.integrations.torchtitan import tiny
 from tests.ranks.gloo import GlooPool
 
 
-def _pipeline(results: list[overlap.Result], **options: Any) -> Any:
-    """What a user registers: torchtitan's own clean-up, then the pass."""
+def _apply(traced: Any, results: list[overlap.Result]) -> Any:
+    """The graph after what a user registers: torchtitan's own clean-up, then the pass."""
 
     @register_pass_pipeline("spanwise")
     def passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list[Any]:
         clean = [eliminate_dead_code_pass, canonicalize_graph_pass, deduplicate_fsdp_unshard_chains_pass]
-        return [*clean, overlap.graph_pass(cost=spanwise.H100, on_result=results.append, **options)]
+        return [*clean, overlap.graph_pass(cost=spanwise.H100, on_result=results.append, bucket=False)]
 
-    return PASS_PIPELINE_REGISTRY["spanwise"]
+    made = PASS_PIPELINE_REGISTRY.pop("spanwise")(traced, SimpleNamespace())
+    return apply_graph_passes(traced.gm, traced.example_inputs, list(made))
 
 
-def _traced(mesh: DeviceMesh, optimizer: bool) -> Any:
+def _traced(mesh: DeviceMesh) -> Any:
     """Model, optimizer, the traced step, its inputs; the same weights on every rank."""
     model = data_parallel(tiny.model_of(ScaledDotProductAttention), mesh, "fully_shard")
     params = list(model.parameters())
@@ -60,8 +60,6 @@ def _traced(mesh: DeviceMesh, optimizer: bool) -> Any:
         loss = cross_entropy_loss(model(tokens), labels) / labels.numel()
         named = [p for _, p in model.named_parameters(remove_duplicate=False)]
         grads = torch.autograd.grad(loss, named)
-        if not optimizer:
-            return [loss, *grads]
         for p, grad in zip(named, grads, strict=True):
             p.grad = grad
         adam.step()
@@ -69,24 +67,18 @@ def _traced(mesh: DeviceMesh, optimizer: bool) -> Any:
             p.grad = None
         return [loss.detach()]
 
-    options = {"module": model} | ({"optimizer": adam} if optimizer else {})
+    options = {"module": model, "optimizer": adam}
     return minimal_fx_tracer(step, **options)(tokens, labels), options, (tokens, labels)
 
 
-def _apply(traced: Any, passes: Sequence[Any]) -> Any:
-    return apply_graph_passes(traced.gm, traced.example_inputs, list(passes))
-
-
-@pytest.mark.parametrize("optimizer", [False, True])
-def test_the_pipeline_on_fake_ranks(optimizer: bool) -> None:
+def test_the_pipeline_on_fake_ranks() -> None:
     results: list[overlap.Result] = []
     dist.init_process_group("fake", rank=0, world_size=8, store=_torch.fake_store())
     try:
-        traced, _, _ = _traced(init_device_mesh("cpu", (8,), mesh_dim_names=("fsdp",)), optimizer)
-        _apply(traced, _pipeline(results, bucket=False)(traced, SimpleNamespace()))
+        traced, _, _ = _traced(init_device_mesh("cpu", (8,), mesh_dim_names=("fsdp",)))
+        _apply(traced, results)
     finally:
         dist.destroy_process_group()
-        PASS_PIPELINE_REGISTRY.pop("spanwise")
     (result,) = results
     assert result.barriers == () and len(result.before.dag.starts) > 30
     assert (
@@ -96,9 +88,9 @@ def test_the_pipeline_on_fake_ranks(optimizer: bool) -> None:
 
 
 def _steps(rank: int, mesh: DeviceMesh, scheduled: bool) -> list[torch.Tensor]:
-    traced, options, inputs = _traced(mesh, optimizer=True)
+    traced, options, inputs = _traced(mesh)
     if scheduled:
-        traced.gm = _apply(traced, _pipeline([], bucket=False)(traced, SimpleNamespace()))
+        traced.gm = _apply(traced, [])
     with torch.no_grad():
         losses = [run_traced(traced, **options)(*inputs)[0] for _ in range(3)]
     return [*losses, *(p.to_local() for p in options["module"].parameters())]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.gpt_oss import gptoss_configs
 
 import spanwise
@@ -46,33 +46,31 @@ def _train(rank: int, mesh: Any, batch: Any, extra: dict[str, Any] | None = None
     return loss, tiny.gradients_of(model)
 
 
-@pytest.mark.parametrize(("num_ranks", "balancer"), [(2, "auto"), (4, "headtail"), (3, None)])
-def test_packed_documents(num_ranks: int, balancer: str | None) -> None:
-    batch = tiny.batch_of(ROWS)
-    results = run_ranks(num_ranks, _train, batch, load_balancer_type=balancer, block_size=16)
-    tiny.check(results, tiny.reference(ROWS, batch))
-
-
-def test_block_mask_of_the_model() -> None:
-    """What torchtitan's trainer puts into ``attention_masks``."""
-    batch = tiny.batch_of(ROWS)
-    with torch.compiler.set_stance("force_eager"):
-        mask = tiny.model_of().get_attention_masks(batch[2])
-    tiny.check(run_ranks(2, _train, batch, {"attention_masks": mask}), tiny.reference(ROWS, batch))
-
-
-def test_mask_goes_before_positions() -> None:
-    """Documents by `mask`, other numbers in ``positions``: the rotary embedding is relative, so results are equal."""
-    rows = ((50, 51),)
-    inputs, labels, positions = tiny.batch_of(rows)
-    batch = inputs, labels, torch.arange(101)[None]
-    mask = spanwise.SpanMask.documents([0, 50, 101])
-    want = tiny.reference(rows, (inputs, labels, positions))
-    tiny.check(run_ranks(2, _train, batch, mask=mask), want)
-    plan = spanwise.make_plan(mask, 2, balancer="ptrr", block_size=8)
-    tiny.check(run_ranks(2, _train, batch, plan=plan), want)
-    with pytest.raises(AssertionError):  # one document
-        tiny.check(run_ranks(2, _train, batch), want)
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (4, dict(load_balancer_type="headtail")),
+        (3, dict(load_balancer_type=None)),
+        (2, dict(mask=spanwise.SpanMask.documents([0, 50, 101]))),  # goes before the positions
+        (2, dict(plan=spanwise.make_plan(spanwise.SpanMask.documents([0, 50, 101]), 2, balancer="ptrr", block_size=8))),
+        (2, dict(extra="a block mask")),
+    ],
+    ids=["headtail", "contiguous", "mask", "plan", "block mask"],
+)
+def test_packed_documents(num_ranks: int, options: dict[str, Any]) -> None:
+    """Rotary embeddings are relative, so results are equal for documents by `mask` and positions of one document."""
+    by_mask = not options.keys().isdisjoint(("mask", "plan"))
+    rows = ((50, 51),) if by_mask else ROWS
+    batch = inputs, labels, positions = tiny.batch_of(rows)
+    want = tiny.reference(rows, batch)
+    if "extra" in options:  # what torchtitan's trainer puts into `attention_masks`
+        with torch.compiler.set_stance("force_eager"):
+            options = {"extra": {"attention_masks": tiny.model_of().get_attention_masks(positions)}}
+    if by_mask:
+        batch = inputs, labels, torch.arange(101)[None]
+        with pytest.raises(AssertionError):  # one document
+            tiny.check(run_ranks(2, _train, batch), want)
+    tiny.check(run_ranks(num_ranks, _train, batch, **options), want)
 
 
 def _sharded(rank: int, mesh: Any, batch: Any, more: str) -> Any:
@@ -172,48 +170,36 @@ def test_two_masks_and_sinks() -> None:
 
 def _refused(rank: int, mesh: Any) -> None:
     inputs, labels, positions = tiny.batch_of(ROWS)
-    model = tiny.model_of()
+    model, windowed = tiny.model_of(), VarlenAttention(VarlenAttention.Config())
+    windowed.window_size = (9, 0)
+    titan.apply_cp_to_forward(_inner(model), mesh)
 
     def prepare(*args: Any, **options: Any) -> Any:
         return titan.prepare_context_parallel_input(*args, mesh, **options)
 
-    with pytest.raises(ValueError, match="no attention module"):
-        titan.apply_cp_to_forward([], mesh)
-    with pytest.raises(ValueError, match="with their own forward, got Linear"):
-        titan.apply_cp_to_forward([torch.nn.Linear(1, 1)], mesh)
-    with pytest.raises(ValueError, match=r"window_size=\(9, 0\)"):
-        titan.apply_cp_to_forward([_with_window()], mesh)
-    titan.apply_cp_to_forward(_inner(model), mesh)
-    with pytest.raises(ValueError, match="with their own forward, got FlexAttention"):
-        titan.apply_cp_to_forward(_inner(model), mesh)
-    with pytest.raises(ValueError, match="must be the plan .* got NoneType"):
-        model(inputs, positions)
-    with pytest.raises(ValueError, match=r"must be \[B, S\] = \(2, 101\)"):
-        prepare(inputs, labels[:1], {"positions": positions})
-    with pytest.raises(ValueError, match="zigzag"):
-        prepare(inputs, labels, {}, load_balancer_type="zigzag")
+    _, _, kwargs = prepare(inputs, labels, {"other": 1})
+    assert kwargs["other"] == 1 and kwargs["positions"].shape[0] == 2
+    q, masks = torch.zeros(2, kwargs["positions"].shape[1], 2, 4), {"attention_masks": kwargs["attention_masks"]}
     plan = spanwise.make_plan(spanwise.SpanMask.causal(100), 2)
-    with pytest.raises(ValueError, match="100 tokens on 2 ranks; the batch has 101 tokens"):
-        prepare(inputs, labels, {}, plan=plan)
-    with pytest.raises(ValueError, match="leave mask"):
-        prepare(inputs, labels, {}, plan=plan, mask=spanwise.SpanMask.causal(101))
+    for text, act, args, options in (
+        ("no attention module", titan.apply_cp_to_forward, ([], mesh), {}),
+        ("got Linear", titan.apply_cp_to_forward, ([torch.nn.Linear(1, 1)], mesh), {}),
+        (r"window_size=\(9, 0\)", titan.apply_cp_to_forward, ([windowed], mesh), {}),
+        ("own forward, got FlexAttention", titan.apply_cp_to_forward, (_inner(model), mesh), {}),
+        ("got NoneType", model, (inputs, positions), {}),
+        ("'is_causal': False, 'window': 3", _inner(model)[0], (q, q, q), masks | dict(is_causal=False, window=3)),
+        (r"\(2, 101\)", prepare, (inputs, labels[:1], {"positions": positions}), {}),
+        ("zigzag", prepare, (inputs, labels, {}), dict(load_balancer_type="zigzag")),
+        ("100 tokens .* 101 tokens", prepare, (inputs, labels, {}), dict(plan=plan)),
+        ("leave mask", prepare, (inputs, labels, {}), dict(plan=plan, mask=spanwise.SpanMask.causal(101))),
+    ):
+        with pytest.raises(ValueError, match=text):
+            act(*args, **options)
     skipping = torch.tensor([[*range(7, 27), *range(30, 61), *range(50)]] * 2)  # a document starts at 0 alone
     documents = prepare(inputs, labels, {"positions": skipping})[2]["attention_masks"].plan
     plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 51, 101]), 2)
     assert torch.equal(documents.digest, plan.local(mesh, "cpu").digest)
-    _, _, kwargs = prepare(inputs, labels, {"other": 1})
-    assert kwargs["other"] == 1 and kwargs["positions"].shape[0] == 2
-    q = torch.zeros(2, kwargs["positions"].shape[1], 2, 4)
-    with pytest.raises(ValueError, match="does not take {'is_causal': False, 'window': 3}"):
-        _inner(model)[0](q, q, q, attention_masks=kwargs["attention_masks"], is_causal=False, window=3)
-
-
-def _with_window() -> Any:
-    module = VarlenAttention(VarlenAttention.Config())
-    module.window_size = (9, 0)
-    return module
 
 
 def test_refusals() -> None:
-    assert FlexAttention.forward is not VarlenAttention.forward
     run_ranks(2, _refused)

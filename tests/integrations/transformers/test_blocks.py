@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, tiny
@@ -24,8 +24,6 @@ MODELS: dict[str, tuple[str, tuple[int, int, int]]] = {
     "molmo2": ("mm_token_type_ids", (0, 1, 1)),
     "hrm_text": ("token_type_ids", (0, 1, 1)),
 }
-
-
 _TEXT = COMMON | dict(global_head_dim=16, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
 _PER_LAYER = dict(use_bidirectional_attention="vision", hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
 
@@ -55,11 +53,9 @@ def _marks(documents: tiny.Documents, values: tuple[int, int, int]) -> list[torc
 
 
 def _batch(form: str, name: str, marks: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    if form == "packed":
-        return tiny.packed(DOCUMENTS) | {name: torch.cat(marks)[None]}
-    batch = tiny.padded(DOCUMENTS, form)
-    filled = torch.zeros_like(batch["input_ids"]).masked_scatter(batch["attention_mask"].bool(), torch.cat(marks))
-    return batch | {name: filled}
+    batch = tiny.batch_of(DOCUMENTS, form)
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    return batch | {name: torch.zeros_like(batch["input_ids"]).masked_scatter(kept, torch.cat(marks))}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,7 +65,7 @@ def test_tokens_that_read_each_other(name: str) -> None:
     want = tiny.reference(model, DOCUMENTS, [{argument: m[None]} for m in marks])
     causal = tiny.reference(model, DOCUMENTS, [{argument: torch.full_like(m, values[0])[None]} for m in marks])
     assert tiny.errors(causal, want)[1] > 0.1  # the marks count
-    for form in ("packed", "left", "right") if name == "paligemma" else ("packed",):
+    for form in ("position_ids", "left", "right") if name == "paligemma" else ("position_ids",):
         tiny.check(tiny.train(model, _batch(form, argument, marks), 3, block_size=4), want)
 
 
@@ -84,12 +80,12 @@ def test_a_text_shorter_than_the_window() -> None:
 def test_text_models_without_a_rule() -> None:
     """Text alone is taken, and images are refused."""
     config = AutoConfig.for_model("gemma4_unified_text", **_TEXT)
-    model = tiny.randomized(AutoModelForCausalLM.from_config(config)).train()
-    batch = _batch("packed", "mm_token_type_ids", [torch.zeros_like(d) for d in DOCUMENTS])
-    tiny.check(tiny.train(model, batch), tiny.reference(model, DOCUMENTS))
+    batch = _batch("position_ids", "mm_token_type_ids", [torch.zeros_like(d) for d in DOCUMENTS])
+    causal, mask = (hf.make_plan(batch, c, 2).masks["full_attention"] for c in (tiny.config_of("llama"), config))
+    assert (causal.dense() == mask.dense()).all()
     batch["mm_token_type_ids"][0, 3:7] = 1
     with pytest.raises(ValueError, match="tokens of an image or video read each other"):
-        hf.make_plan(batch, model.config, 2)
+        hf.make_plan(batch, config, 2)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "molmo2"])

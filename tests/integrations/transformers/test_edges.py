@@ -1,34 +1,102 @@
-"""What a newcomer does first, and what would be wrong on shards without an error."""
+"""What context parallelism must not change, what a newcomer does first, and what shards could get wrong in silence."""
 
 from __future__ import annotations
 
 import copy
 import io
+import sys
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
 import spanwise
 from spanwise.integrations import transformers as hf
 from spanwise.integrations.transformers.batches import find_documents
 from tests.integrations.transformers import tiny
+from tests.ranks.harness import run_ranks
 
 DOCUMENTS = tiny.documents_of((23, 41))
 BATCH = tiny.packed(DOCUMENTS)
+IDS = torch.stack(tiny.documents_of((17, 17)))
+MASK = torch.ones_like(IDS).index_fill_(1, torch.arange(4), 0)  # padding on the left
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2"])  # Mamba passes no positions on
-def test_packed_batches_in_evaluation(name: str) -> None:
-    model = tiny.model_of(name).eval()
-    act = torch.no_grad()(lambda mine, batch: mine(**hf.prepare(batch, mine)).loss.item())
-    assert tiny.train(model, BATCH, act=act) == pytest.approx([tiny.reference(model, DOCUMENTS)[0]] * 2, rel=3e-6)
+@torch.no_grad()
+def _all_of(model: Any, folder: Path) -> dict[str, Any]:
+    """Results of a model without a plan."""
+    short = {"inputs": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]])}  # masks as small as empty ones
+    found = dict(trained=model.generate(IDS, max_new_tokens=4, do_sample=False))
+    model.eval()
+    found["padded"] = model(input_ids=IDS, attention_mask=MASK).logits[:, 4:]
+    found["labelled"] = model(input_ids=IDS, labels=IDS).loss
+    found["generated"] = model.generate(IDS, attention_mask=MASK, max_new_tokens=8, do_sample=False)
+    found["short"] = model.generate(**short, max_new_tokens=6, do_sample=False)
+    first = model(input_ids=IDS[:, :9], use_cache=True)
+    found["cached"] = model(input_ids=IDS[:, 9:], past_key_values=first.past_key_values).logits
+    model.save_pretrained(folder)
+    return found | dict(again=AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits)
 
 
-def test_packed_beside_a_mask_of_ones() -> None:
+_NAMES = ("llama", "gemma3", "gpt2", "qwen3_next", "jamba", "lfm2", "deepseek_v32")
+
+
+@pytest.mark.parametrize(("name", "attention"), [*product(_NAMES, ("sdpa", "eager")), ("hy_v4", "eager")])
+def test_without_a_plan(name: str, attention: str, tmp_path: Path) -> None:
+    model = tiny.model_of(name, attention=attention)
+    want = _all_of(copy.deepcopy(model), tmp_path / "before")
+    (got,) = run_ranks(1, lambda rank, mesh: _all_of(hf.context_parallel(model, mesh), tmp_path / "after"))
+    for key, value in want.items():
+        assert torch.equal(got[key], value), key
+    assert (tmp_path / "before/config.json").read_text() == (tmp_path / "after/config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["mixtral, auxiliary loss", "qwen3_next"])
+def test_two_models_of_one_class(name: str) -> None:
+    """One under context parallelism changes neither another of its class nor their module."""
+    model, other = tiny.model_of(name), tiny.model_of(name, seed=7)
+    names = dict(vars(sys.modules[type(model).__module__]))
+    loss, gradients = tiny.step(copy.deepcopy(other), BATCH)
+    for *_, unchanged in tiny.train(model, BATCH, act=lambda mine, x: (*tiny.step(mine, x), copy.deepcopy(other))):
+        got = tiny.step(unchanged, BATCH)
+        assert got[0] == loss and all(torch.equal(got[1][n], x) for n, x in gradients.items())
+    assert all(vars(sys.modules[type(model).__module__])[n] is x for n, x in names.items())
+
+
+def _loaded(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [("llama, YaRN", copy.deepcopy), ("qwen3_next", _loaded), ("mamba", copy.deepcopy), ("jamba", _loaded)],
+)
+def test_copies_and_pickles(name: str, again: Any) -> None:
+    """Their mixers are theirs, and know of plans."""
+
+    def act(mine: Any, batch: Any) -> Any:
+        result = tiny.step(again(mine), batch)
+        assert tiny.gradients(mine) == {}
+        return result
+
+    model = tiny.model_of(name)
+    tiny.check(tiny.train(model, BATCH, 1, act), tiny.reference(model, DOCUMENTS))
+
+
+def test_a_mask_of_ones_and_a_plan_made_by_hand() -> None:
+    """Masks of one's own stay as they are."""
     model, batch = tiny.model_of("llama"), BATCH | {"attention_mask": torch.ones(1, 64, dtype=torch.long)}
-    tiny.check(tiny.train(model, batch), tiny.reference(model, DOCUMENTS))
+    want = tiny.reference(model, DOCUMENTS)
+    tiny.check(tiny.train(model, batch), want)
+    plan = spanwise.make_plan({"full_attention": spanwise.SpanMask.documents([0, 23, 64])}, 2)
+    tiny.check(tiny.train(model, BATCH, act=lambda mine, x: tiny.step(mine, hf.prepare(x, mine, plan))), want)
 
 
 def _starts(positions: torch.Tensor, **more: Any) -> list[int]:
@@ -52,50 +120,6 @@ def test_positions_without_a_sign() -> None:
     """Differences of uint8 are never negative."""
     positions = torch.tensor([[0, 1, 2, 0, 1]], dtype=torch.uint8)
     assert _starts(positions, attention_mask=torch.ones(1, 5)) == _starts(positions.expand(3, 1, 5)) == [0, 3, 5]
-
-
-def test_plans_made_by_hand() -> None:
-    """Masks of one's own stay as they are."""
-    model, plan = tiny.model_of("llama"), spanwise.make_plan({"full_attention": _spans()}, 2)
-    results = tiny.train(model, BATCH, act=lambda mine, batch: tiny.step(mine, hf.prepare(batch, mine, plan)))
-    tiny.check(results, tiny.reference(model, DOCUMENTS))
-
-
-def _spans() -> spanwise.SpanMask:
-    return spanwise.SpanMask.documents([0, 23, 64])
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_generating_from_short_prompts(attention: str) -> None:
-    """The masks of transformers are as small as the empty ones of planned batches."""
-    model = tiny.model_of("llama", attention=attention).eval()
-    batch = {"inputs": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]])}
-
-    def generate(mine: Any, batch: Any) -> torch.Tensor:
-        return mine.generate(**batch, max_new_tokens=6, do_sample=False)
-
-    assert torch.equal(tiny.train(model, batch, 1, generate)[0], generate(model, batch))
-
-
-def _loaded(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("name", ["llama, YaRN", "qwen3_next", "mamba", "jamba"])
-@pytest.mark.parametrize("again", [copy.deepcopy, _loaded])
-def test_copies_and_pickles(name: str, again: Any) -> None:
-    """Their mixers are theirs, and know of plans."""
-
-    def act(mine: Any, batch: Any) -> Any:
-        result = tiny.step(again(mine), batch)
-        assert tiny.gradients(mine) == {}
-        return result
-
-    model = tiny.model_of(name)
-    tiny.check(tiny.train(model, BATCH, 1, act), tiny.reference(model, DOCUMENTS))
 
 
 @pytest.mark.parametrize("longer", [False, True], ids=["alone", "a longer batch before the backward"])

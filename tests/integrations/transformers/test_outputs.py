@@ -76,19 +76,14 @@ def test_logits_of_a_rank(windows: tuple[int, ...]) -> None:
             torch.testing.assert_close(got, want[:, tokens], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "act",
-    [lambda x: x, lambda x: x[0], lambda x: x.view(-1, tiny.VOCAB), lambda x: x.topk(3).values.squeeze(0)],
-    ids=["as they are", "[0]", "view", "topk"],
-)
+@pytest.mark.parametrize("act", [lambda x: x, lambda x: x[0], lambda x: x.topk(3).values.squeeze(0)])
 def test_outputs_of_two_layouts(act: Any) -> None:
-    batch = tiny.packed(LONG)
     pairs = [_pair() for _ in range(2)]
 
     def on_rank(rank: int, mesh: Any) -> Any:
         layouts = ("head_tail", "contiguous")
         mine = [hf.context_parallel(one, mesh, balancer=x) for one, x in zip(pairs[rank], layouts, strict=True)]
-        return _divergence(*(act(one(**batch).logits) for one in mine))
+        return _divergence(*(act(one(**tiny.packed(LONG)).logits) for one in mine))
 
     with pytest.raises(ValueError, match=r"hold other tokens on each rank.*hf.prepare\(batch, \[student, teacher\]\)"):
         run_ranks(2, on_rank)

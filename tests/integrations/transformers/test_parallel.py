@@ -1,22 +1,39 @@
-"""Hugging Face models under context parallelism and other parallelism, on real processes."""
+"""Hugging Face models under context parallelism beside what else users put around a model, on real processes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
 from tests.ranks.calls import mismatch
 from tests.ranks.gloo import GlooPool
 
-LENGTHS = (23, 41, 7, 30)
+DOCUMENTS = tiny.documents_of((23, 41, 7, 30))
+TENSOR_PARALLEL: dict[str, Any] = {
+    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(use_local_output=False),
+}
+BESIDE_STATES: dict[str, Any] = {
+    "model.layers.*.mamba.in_proj": ColwiseParallel(output_layouts=Replicate()),
+    "model.layers.*.feed_forward.gate_proj": ColwiseParallel(),
+    "model.layers.*.feed_forward.up_proj": ColwiseParallel(),
+    "model.layers.*.feed_forward.down_proj": RowwiseParallel(),
+}
 
 
 def _shard(model: Any, mesh: Any, **options: Any) -> None:
@@ -25,30 +42,53 @@ def _shard(model: Any, mesh: Any, **options: Any) -> None:
     fully_shard(model, mesh=mesh, **options)
 
 
-def _with_fsdp(rank: int, mesh: Any, name: str, batch: dict[str, Any], first: str) -> Any:
-    model = tiny.model_of(name)
-    if first == "fsdp":
+def _step(rank: int, mesh: Any, name: str, how: str, batch: Any) -> Any:
+    model, cp = tiny.model_of(name), mesh["cp"]
+    if how == "fsdp, cp":
         _shard(model, mesh)
-    hf.context_parallel(model, mesh)
-    if first == "cp":
+    if how == "replicas":
+        both, batch = mesh["dp", "cp"], batch[mesh["dp"].get_local_rank()]
+        hf.context_parallel(model, cp, loss_mesh=both)
+        _shard(model, both._flatten())
+        return tiny.step(model, batch)
+    if how == "tensors":
+        parallelize_module(model, mesh["tp"], TENSOR_PARALLEL | (BESIDE_STATES if name == "falcon_h1" else {}))
+        for layer in model.model.layers:
+            if hasattr(getattr(layer, "self_attn", None), "sinks"):
+                sinks = distribute_tensor(layer.self_attn.sinks.detach(), mesh["tp"], [Shard(0)])
+                layer.self_attn.sinks = torch.nn.Parameter(sinks)
+    hf.context_parallel(model, cp)
+    if how == "cp, fsdp":
         _shard(model, mesh)
+    if how == "ddp":
+        loss, gradients = tiny.step(DistributedDataParallel(model), batch)
+        return loss, {n.removeprefix("module."): x for n, x in gradients.items()}
     return tiny.step(model, batch)
 
 
-@pytest.mark.parametrize("first", ["fsdp", "cp"])
 @pytest.mark.parametrize(
-    "name", ["gemma3", "qwen3_next", "deepseek_v32", pytest.param("mamba2", marks=pytest.mark.slow)]
-)
-def test_fsdp(gloo_pool: GlooPool, name: str, first: str) -> None:
-    documents = tiny.documents_of(LENGTHS)
-    results = gloo_pool.run(2, _with_fsdp, name, tiny.packed(documents), first)
-    want = tiny.reference(tiny.model_of(name), documents)
-    for result in results:  # FSDP2 has averaged
-        tiny.check([result], want)
+    ("name", "how"),
+    [
+        ("gemma3", "fsdp, cp"), ("qwen3_next", "cp, fsdp"), ("deepseek_v32", "fsdp, cp"), ("mamba2", "cp, fsdp"),
+        ("llama", "ddp"), ("llama", "replicas"), ("llama", "tensors"), ("gpt_oss", "tensors"),
+        pytest.param("falcon_h1", "tensors", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_parallelism(gloo_pool: GlooPool, name: str, how: str) -> None:
+    """Ranks that average gradients have the whole ones; replicas have unequal numbers of tokens."""
+    batch: Any = tiny.packed(DOCUMENTS)
+    if how == "replicas":
+        batch = [tiny.packed(DOCUMENTS[:1]), tiny.packed(DOCUMENTS[1:])]
+    axes = {"replicas": ("dp", "cp"), "tensors": ("cp", "tp")}.get(how, ("cp",))
+    ranks = 2 ** len(axes)
+    results = gloo_pool.run(ranks, _step, name, how, batch, mesh_shape=(2,) * len(axes), mesh_dim_names=axes)
+    want = tiny.reference(tiny.model_of(name), DOCUMENTS)
+    for alike in (results[::2], results[1::2]) if how == "tensors" else ([result] for result in results):
+        tiny.check(alike, want)
 
 
-def _in_bfloat16(rank: int, mesh: Any, name: str, batch: dict[str, Any]) -> Any:
-    model, ids = tiny.model_of(name), []
+def _in_bfloat16(rank: int, mesh: Any, batch: dict[str, Any]) -> Any:
+    model, ids = tiny.model_of("llama"), []
     hf.context_parallel(model, mesh)
     _shard(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     for layer in model.base_model.layers:  # FSDP2 casts and copies what is in arguments
@@ -56,72 +96,32 @@ def _in_bfloat16(rank: int, mesh: Any, name: str, batch: dict[str, Any]) -> Any:
     return tiny.step(model, batch), len(set(ids))
 
 
-@pytest.mark.parametrize("kind", ["packed", "tree"])
-def test_fsdp_in_bfloat16(gloo_pool: GlooPool, kind: str) -> None:
-    """Parameters and activations are cast, and the plan and the weights of labels are not."""
-    documents = tiny.documents_of(LENGTHS)
-    batch = tiny.packed(documents)
-    batch = hf.share_prefixes(batch) if kind == "tree" else batch
-    want = tiny.reference(tiny.model_of("llama"), documents)
-    for result, plans in gloo_pool.run(2, _in_bfloat16, "llama", batch):
+def test_fsdp_in_bfloat16(gloo_pool: GlooPool) -> None:
+    """Parameters and activations are cast, and the plan and the weights of labels of a tree are not."""
+    want = tiny.reference(tiny.model_of("llama"), DOCUMENTS)
+    for result, plans in gloo_pool.run(2, _in_bfloat16, hf.share_prefixes(tiny.packed(DOCUMENTS))):
         loss, gradient, name = tiny.errors(result, want)
         assert loss <= 2e-3 and gradient <= 5e-2, (loss, gradient, name)
         assert plans == 1
 
 
-def _with_replicas(rank: int, mesh: Any, name: str, batches: list[dict[str, Any]]) -> Any:
+def _with_experts(rank: int, mesh: Any, folder: Path, batch: dict[str, Any]) -> Any:
+    config = DistributedConfig(fsdp_size=mesh.size(), ep_size=mesh.size())
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+    experts = model.model.layers[-1].mlp.experts
+    hf.context_parallel(model, mesh)
+    return experts.num_experts, tiny.step(model, batch)
+
+
+@pytest.mark.parametrize("name", ["mixtral, auxiliary loss", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_experts_on_the_cp_mesh(gloo_pool: GlooPool, tmp_path: Path, name: str) -> None:
+    """By transformers' own expert parallelism."""
     model = tiny.model_of(name)
-    both = mesh["dp", "cp"]
-    hf.context_parallel(model, mesh["cp"], loss_mesh=both)
-    _shard(model, both._flatten())
-    return tiny.step(model, batches[mesh["dp"].get_local_rank()])
-
-
-def test_replicas_with_unequal_tokens(gloo_pool: GlooPool) -> None:
-    documents = tiny.documents_of((50, 11, 16, 9, 4))
-    batches = [tiny.packed(documents[:2]), tiny.packed(documents[2:])]
-    results = gloo_pool.run(4, _with_replicas, "llama", batches, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp"))
-    want = tiny.reference(tiny.model_of("llama"), documents)
-    for result in results:
+    model.save_pretrained(tmp_path)
+    want = tiny.reference(model, DOCUMENTS)
+    for experts, result in gloo_pool.run(4, _with_experts, tmp_path, tiny.packed(DOCUMENTS)):
+        assert experts == 1  # of four
         tiny.check([result], want)
-
-
-_TENSOR_PARALLEL = {
-    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-    "lm_head": ColwiseParallel(use_local_output=False),
-}
-
-
-_BESIDE_STATES = {
-    "model.layers.*.mamba.in_proj": ColwiseParallel(output_layouts=Replicate()),
-    "model.layers.*.feed_forward.gate_proj": ColwiseParallel(),
-    "model.layers.*.feed_forward.up_proj": ColwiseParallel(),
-    "model.layers.*.feed_forward.down_proj": RowwiseParallel(),
-}
-
-
-def _with_tensor_parallelism(rank: int, mesh: Any, name: str, batch: dict[str, Any]) -> Any:
-    model = tiny.model_of(name)
-    parallelize_module(model, mesh["tp"], _TENSOR_PARALLEL | (_BESIDE_STATES if name == "falcon_h1" else {}))
-    for layer in model.model.layers:
-        if hasattr(getattr(layer, "self_attn", None), "sinks"):
-            sinks = distribute_tensor(layer.self_attn.sinks.detach(), mesh["tp"], [Shard(0)])
-            layer.self_attn.sinks = torch.nn.Parameter(sinks)
-    hf.context_parallel(model, mesh["cp"])
-    return tiny.step(model, batch)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", pytest.param("falcon_h1", marks=pytest.mark.slow)])
-def test_tensor_parallelism(gloo_pool: GlooPool, name: str) -> None:
-    documents = tiny.documents_of(LENGTHS)
-    mesh = dict(mesh_shape=(2, 2), mesh_dim_names=("cp", "tp"))
-    results = gloo_pool.run(4, _with_tensor_parallelism, name, tiny.packed(documents), **mesh)
-    want = tiny.reference(tiny.model_of(name), documents)
-    for tp in range(2):
-        tiny.check([results[tp], results[2 + tp]], want)
 
 
 def _leaves_out_a_backward(rank: int, mesh: Any, batch: dict[str, Any]) -> str:
@@ -138,8 +138,8 @@ def _leaves_out_a_backward(rank: int, mesh: Any, batch: dict[str, Any]) -> str:
 
 def test_a_rank_that_leaves_out_a_backward(gloo_pool: GlooPool) -> None:
     """It goes on to the plan of the next batch, where the others are not."""
-    for text in gloo_pool.run(2, _leaves_out_a_backward, tiny.packed(tiny.documents_of(LENGTHS))):
-        assert "rank 0: backward of context_parallel_attention(" in text and "rank 1: plan.local()" in text, text
+    for text in gloo_pool.run(2, _leaves_out_a_backward, tiny.packed(DOCUMENTS)):
+        assert "rank 0: backward of context_parallel_attention(" in text and "rank 1: plan.local(" in text, text
 
 
 def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentrant: bool) -> Any:
@@ -167,14 +167,45 @@ def test_checkpointing(gloo_pool: GlooPool, name: str, reentrant: bool) -> None:
     tiny.check(results, tiny.reference(tiny.model_of(name), documents))
 
 
-def _with_ddp(rank: int, mesh: Any, batch: dict[str, Any]) -> Any:
-    model = tiny.model_of("llama")
-    result = tiny.step(DistributedDataParallel(hf.context_parallel(model, mesh)), batch)
-    return result[0], {name.removeprefix("module."): x for name, x in result[1].items()}
+PACKINGS = [
+    tiny.documents_of(n, seed=i) for i, n in enumerate([(31, 20, 40), (12, 50, 30), (70, 9, 18, 33), (20,) * 5])
+]
 
 
-def test_ddp(gloo_pool: GlooPool) -> None:
-    documents = tiny.documents_of(LENGTHS)
-    want = tiny.reference(tiny.model_of("llama"), documents)
-    for result in gloo_pool.run(2, _with_ddp, tiny.packed(documents)):
-        tiny.check([result], want)
+def _compiled(rank: int, mesh: Any, name: str, how: str) -> Any:
+    """Steps of a model whose layers are compiled, also with states in another layout, or of a compiled model."""
+    torch._dynamo.reset()  # processes are reused
+    model = hf.context_parallel(tiny.model_of(name), mesh)
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counter, fullgraph=True) if how == "whole" else model
+    for layer in model.base_model.layers if how != "whole" else ():
+        layer.compile(backend=counter, fullgraph=True)
+    results, graphs = [], []
+    for batch in (tiny.packed(d) for d in PACKINGS):
+        model.zero_grad()
+        if how == "relaid":
+            plan = hf.make_plan(batch, model.config, mesh.size(), balancer="head_tail", block_size=4)
+            batch = hf.prepare(batch, model, plan.replace(relayout=True))
+        loss = run(**(hf.prepare(batch, model) if how == "whole" else batch)).loss
+        loss.backward()
+        results.append((loss.item(), tiny.gradients(model)))
+        graphs.append(counter.frame_count)
+    return results, graphs
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "how", "kinds"),  # of layers, where they are counted
+    [
+        ("gemma3", "layers", 2), ("qwen3_next", "layers", 2), ("minicpm3", "layers", 1), ("gemma3", "whole", 1),
+        ("mamba", "whole", 1), ("jamba", "whole", 1), ("qwen3_next", "relaid", 0),
+    ],
+)  # fmt: skip
+def test_compiled(gloo_pool: GlooPool, name: str, how: str, kinds: int) -> None:
+    """Exact for any packing: a graph a kind, once more when the shard's length changes, and never again."""
+    results = gloo_pool.run(2, _compiled, name, how)
+    for index, documents in enumerate(PACKINGS):
+        tiny.check([result[0][index] for result in results], tiny.reference(tiny.model_of(name), documents))
+    for _, graphs in results:
+        assert not kinds or (graphs[0] == kinds and graphs[2] == graphs[3] == 2 * kinds)

@@ -25,27 +25,22 @@ def _verify(model: Any, batch: dict[str, Any], plan: Any = None) -> Any:
     return report
 
 
-_STATES = [pytest.param(name, "packed", marks=pytest.mark.slow) for name in ("mamba2", "jamba")]
-
-
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("gemma3", "packed"), ("gemma3", "left"), ("qwen3_moe", "packed"), ("qwen3_next", "packed"), *_STATES],
-)
+    [
+        ("gemma3", "packed"), ("gemma3", "left"), ("qwen3_moe", "packed"), ("qwen3_next", "packed"),
+        *(pytest.param(name, "packed", marks=pytest.mark.slow) for name in ("mamba2", "jamba")),
+        ("gemma3", "blocks"), ("hrm_text", "blocks"),
+    ],
+)  # fmt: skip
 def test_models_are_verified(name: str, form: str) -> None:
-    batch = tiny.packed(DOCUMENTS) if form == "packed" else tiny.padded(DOCUMENTS, form)
-    for report in tiny.train(name, batch, act=_verify):
-        assert report.ok, str(report)
-        assert report.probed == (22, 23) and max(report.errors.values()) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["gemma3", "hrm_text"])
-def test_models_with_blocks_are_verified(name: str) -> None:
-    """Each document alone, with its marks: a packed forward would join the prefixes of all documents."""
-    argument = MODELS[name][0]
-    batch = tiny.packed(DOCUMENTS) | {argument: torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()}
-    for report in tiny.train(model_of(name), batch, act=hf.verify):
+    """Blocks: each document alone, with its marks; a packed forward would join the prefixes of all documents."""
+    batch = tiny.padded(DOCUMENTS, form) if form == "left" else tiny.packed(DOCUMENTS)
+    if form == "blocks":
+        batch[MODELS[name][0]] = torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()
+    for report in tiny.train(model_of(name) if form == "blocks" else name, batch, act=_verify):
         assert report.ok and max(report.errors.values()) < 1e-5, str(report)
+        assert report.probed == (22, 23)
 
 
 def _sharded(rank: int, mesh: Any) -> Any:
@@ -61,11 +56,8 @@ def test_models_under_fsdp_are_verified(gloo_pool: GlooPool) -> None:
 
 
 def test_another_mask_is_found() -> None:
-    # All documents as one: rows read documents before theirs.
-    length = sum(len(d) for d in DOCUMENTS)
-    offsets = [0, 23, 64, 71]
-    mask = spanwise.SpanMask.causal(length)
-    plan = spanwise.make_plan({"full_attention": mask}, 2, cu_seqlens=offsets)
+    """All documents as one: rows read documents before theirs."""
+    plan = spanwise.make_plan({"full_attention": spanwise.SpanMask.causal(71)}, 2, cu_seqlens=[0, 23, 64, 71])
     for report in tiny.train("llama", tiny.packed(DOCUMENTS), act=lambda model, batch: _verify(model, batch, plan)):
         assert not report.ok and report.errors["logits"] > 0.01 and report.errors["parameters"] > 0.01
         assert {row for row, token in report.leaks if token == 22} == set(range(23, 71))

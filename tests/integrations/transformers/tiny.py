@@ -296,6 +296,20 @@ def packed(documents: Documents, by: str = "position_ids") -> dict[str, torch.Te
     return batch | {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
 
 
+FORMS = ("position_ids", "cu_seq_lens_q", "left", "right", "seq_idx", "seq_idx alone")
+
+
+def batch_of(documents: Documents, form: str) -> dict[str, torch.Tensor]:
+    """All documents as one batch of one of `FORMS`."""
+    if form in ("left", "right"):
+        return padded(documents, form)
+    if not form.startswith("seq_idx"):
+        return packed(documents, form)
+    batch = packed(documents)
+    batch["seq_idx"] = torch.arange(len(documents)).repeat_interleave(torch.tensor([len(d) for d in documents]))[None]
+    return {name: x for name, x in batch.items() if form == "seq_idx" or name != "position_ids"}
+
+
 def padded(documents: Documents, side: str) -> dict[str, torch.Tensor]:
     """A row for each document, padded on the left or right."""
     length = max(len(d) for d in documents)
