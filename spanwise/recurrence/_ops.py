@@ -38,36 +38,34 @@ def _operator(function: Callable[..., Any]) -> CustomOpDef:
 
 @_operator
 def run(
-    q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor,
     tokens: Tensor, order: Tensor, counts: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs ``[T, H, V]`` of runs, 0 elsewhere, and the states after them. Differentiable.
 
     Args:
-        q, k, v, log_decay, beta: those of `slabs.Inputs`; without q there are no outputs, ``[0, H, V]``.
+        q, k, v, log_decay, beta: those of `slabs.Inputs`.
         state: ``[P, H, K, V]``, before the runs.
         tokens, order, counts: of a `ChunkTable`.
         scale: of the outputs.
     """
     given = Inputs(q, k, v, log_decay, beta)
-    form, out, state = _form(given), _one_more(v if q is not None else v[:0]), state.index_select(0, order)
+    form, out, state = _form(given), _one_more(v), state.index_select(0, order)
     for first, stop, group in slabs(tokens, counts, given.heads, form.largest(given)):
         for slab in group:
             of = form.terms(slab, given)
-            states = form.scan(slab, of, state[first:stop])
-            if q is not None:
-                form.put(out, slab.tokens, form.outputs(of, states).mul_(scale))
+            form.put(out, slab.tokens, form.outputs(of, form.scan(slab, of, state[first:stop])).mul_(scale))
     return out[:-1].clone(), _restored(state, order)
 
 
 @run.register_fake
 def _(q, k, v, log_decay, beta, state, *_):  # type: ignore[no-untyped-def]
-    return v.new_empty(0 if q is None else v.shape[0], *v.shape[1:]), torch.empty_like(state)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state)
 
 
 @_operator
 def vjp(
-    q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor,
     tokens: Tensor, order: Tensor, counts: Tensor, scale: float, d_out: Tensor, d_state: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the inputs of `run` that there are, 0 outside the runs, and of the states before; from those after.
@@ -84,8 +82,7 @@ def vjp(
             form.scan(slab, form.terms(slab, given), mine)
         for slab, entry in zip(reversed(group), [mine, *reversed(entries)], strict=True):
             of = form.terms(slab, given)
-            slab_out = None if q is None else form.taken(d_out, slab.tokens, given.heads) * scale
-            states = form.scan(slab, of, entry)
+            slab_out, states = form.taken(d_out, slab.tokens, given.heads) * scale, form.scan(slab, of, entry)
             back = form.scan_back(slab, of, slab_out, d_state[first:stop])
             for grad, found in zip(grads, form.gradients(of, states, slab_out, back), strict=True):
                 form.put(grad, slab.tokens, found)

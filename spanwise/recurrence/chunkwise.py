@@ -44,14 +44,14 @@ class Terms(NamedTuple):
     """What the chunks of a slab need whatever the state; ``[n, H, …]``, in float32 at least."""
 
     k: Tensor  # [C, K]
-    q: Tensor | None  # [C, K]
+    q: Tensor  # [C, K]
     v: Tensor  # [C, V]
     beta: Tensor | None  # [C, 1]
     pairs: Tensor  # [C, C, d], decay from token j to token i
     since: Tensor  # [C, d], decay from the chunk's start, with token i's own
     until: Tensor  # [C, d], decay from token i to the chunk's end
     kk: Tensor | None  # [C, C]
-    qk: Tensor | None  # [C, C]
+    qk: Tensor  # [C, C]
     system: Tensor | None  # [C, C], I + tril(beta kk, -1)
     solved_k: Tensor | None  # [C, K]
     values: Tensor  # [C, V], v, or solved
@@ -90,8 +90,7 @@ def between(log_decay: Tensor) -> Tensor:
 
 def terms(slab: Slab, inputs: Inputs) -> Terms:
     """What the chunks of a slab need whatever the state."""
-    q, k, v, g, beta = (x if x is None else taken(x, slab.tokens, inputs.heads) for x in inputs)
-    assert k is not None and v is not None and g is not None
+    q, k, v, g = (taken(x, slab.tokens, inputs.heads) for x in inputs[:4])
     pairs = between(g)
     since, until = g.cumsum(2).exp(), pairs[:, :, -1]
     decayed = pairs * k.unsqueeze(2) if g.shape[-1] > 1 else None
@@ -99,10 +98,10 @@ def terms(slab: Slab, inputs: Inputs) -> Terms:
     def products(x: Tensor) -> Tensor:
         return x @ k.mT * pairs[..., 0] if decayed is None else (decayed @ x.unsqueeze(-1)).squeeze(-1)
 
-    qk = None if q is None else products(q)
-    if beta is None:
+    qk = products(q)
+    if inputs.beta is None:
         return Terms(k, q, v, None, pairs, since, until, None, qk, None, None, v)
-    beta, kk = beta.unsqueeze(-1), products(k)
+    beta, kk = taken(inputs.beta, slab.tokens, inputs.heads).unsqueeze(-1), products(k)
     system = (beta * kk).tril(-1) + torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
     right = beta * torch.cat([since * k, v], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -132,31 +131,24 @@ def scan(slab: Slab, of: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
 def outputs(of: Terms, states: tuple[Tensor, Tensor]) -> Tensor:
     """``[n, H, C, V]``, not scaled yet; `states` from `scan`."""
     before, new = states
-    assert of.q is not None and of.qk is not None
     return (of.since * of.q) @ before + of.qk @ new
 
 
-def scan_back(slab: Slab, of: Terms, d_out: Tensor | None, d_state: Tensor) -> tuple[Tensor, Tensor]:
+def scan_back(slab: Slab, of: Terms, d_out: Tensor, d_state: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the state after, and of U of, every chunk of a slab.
 
     Args:
-        d_out: ``[n, H, C, V]``, times the scale; None where there are no outputs.
+        d_out: ``[n, H, C, V]``, times the scale.
         d_state: ``[P, H, K, V]``, of the states after the slab; afterwards of those before it.
     """
-    through_out = read = None
-    if d_out is not None:
-        assert of.q is not None and of.qk is not None
-        through_out, read = of.qk.mT @ d_out, (of.since * of.q).mT @ d_out
-    after, d_new, stop, written = [], [], sum(slab.sizes), of.until * of.k
+    through_out, read, written = of.qk.mT @ d_out, (of.since * of.q).mT @ d_out, of.until * of.k
+    after, d_new, stop = [], [], sum(slab.sizes)
     for size in reversed(slab.sizes):
         chunks, leaving = slice(stop - size, stop), d_state[:size].clone()
         after.append(leaving)
-        found = written[chunks] @ leaving
-        entering = of.since[chunks, :, -1].unsqueeze(-1) * leaving
-        if through_out is not None and read is not None:
-            found += through_out[chunks]
-            entering += read[chunks]
+        found = through_out[chunks] + written[chunks] @ leaving
         d_new.append(found)
+        entering = read[chunks] + of.since[chunks, :, -1].unsqueeze(-1) * leaving
         if of.solved_k is not None:
             entering -= of.solved_k[chunks].mT @ found
         d_state[:size] = entering
@@ -164,26 +156,20 @@ def scan_back(slab: Slab, of: Terms, d_out: Tensor | None, d_state: Tensor) -> t
     return torch.cat(after[::-1]), torch.cat(d_new[::-1])
 
 
-def gradients(
-    of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor | None, back: tuple[Tensor, Tensor]
-) -> list[Tensor]:
-    """Gradients of q, k, v, log_decay and beta, each ``[n, H, C, …]``, without those that there are not.
+def gradients(of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor, back: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Gradients of q, k, v, log_decay and beta, if there is one, each ``[n, H, C, …]``.
 
     Args:
         states, back: from `scan` and `scan_back`.
-        d_out: ``[n, H, C, V]``, times the scale; None where there are no outputs.
+        d_out: ``[n, H, C, V]``, times the scale.
     """
     (before, new), (after, d_new) = states, back
-    d_written = new @ after.mT  # of decay to the end · K
-    d_k = of.until * d_written
-    d_until = of.until * of.k * d_written  # gradients of the logarithms of decays
-    d_since, d_total = torch.zeros_like(d_until), of.since[:, :, -1] * (after * before).sum(-1)
-    d_v, d_beta, pairs = d_new, [], []
-    if d_out is not None:
-        assert of.q is not None and of.qk is not None
-        d_read = d_out @ before.mT  # of decay · Q
-        pairs.append(((d_out @ new.mT).tril(), of.q, of.qk))
-        d_since += of.since * of.q * d_read
+    d_read, d_written = d_out @ before.mT, new @ after.mT  # of decay · Q and of decay to the end · K
+    d_k, d_v, d_beta = of.until * d_written, d_new, []
+    # Gradients of the logarithms of decays.
+    d_since, d_until = of.since * of.q * d_read, of.until * of.k * d_written
+    d_total = of.since[:, :, -1] * (after * before).sum(-1)
+    pairs = [((d_out @ new.mT).tril(), of.q, of.qk)]
     if of.system is not None:
         assert of.beta is not None and of.kk is not None
         d_right = torch.linalg.solve_triangular(of.system.mT, d_new, upper=True, unitriangular=True)
@@ -195,18 +181,14 @@ def gradients(
         d_entered = -(d_v @ before.mT)  # of decay · K
         d_k += of.since * d_entered
         d_since += of.since * of.k * d_entered
-    d_left, d_right_k, d_decay = _of_pairs(of, pairs)
-    d_k += d_right_k
-    d_q = []
-    if d_out is not None:
-        d_q = [d_left[0] + of.since * d_read]
-    if of.system is not None:
-        d_k += d_left[-1]
+    (d_q, *d_left), d_right_k, d_decay = _of_pairs(of, pairs)
+    d_q += of.since * d_read
+    d_k += sum(d_left, d_right_k)
     if of.since.shape[-1] == 1:
         d_since, d_until, d_total = (x.sum(-1, keepdim=True) for x in (d_since, d_until, d_total))
     d_decay += d_since.flip(2).cumsum(2).flip(2) + d_total.unsqueeze(2)
     d_decay[:, :, 1:] += d_until.cumsum(2)[:, :, :-1]
-    return [*d_q, d_k, d_v, d_decay, *d_beta]
+    return [d_q, d_k, d_v, d_decay, *d_beta]
 
 
 def _of_pairs(of: Terms, given: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -47,7 +47,7 @@ def passed(
     factors = state[0] * state[1] ** 2 if dense else log_decay.shape[1:].numel()
     own = F.pad(opened.flatten(1), (factors, 0))  # of the first map of a document A is not read
     if not _is_empty(route.middle):
-        own = own + _maps(k, v, log_decay, beta, route)
+        own = own + _maps(q, k, v, log_decay, beta, route)
     link = Link(_torch.group_name(route.mesh.get_group()), route.mesh.size(), label, call)
     arriving = bring(own, [route.step], link)
     if not _is_empty(route.whole):
@@ -62,17 +62,17 @@ def _is_empty(table: ChunkTable) -> bool:
     return not torch.compiler.is_compiling() and table.tokens.shape[0] == 0
 
 
-def _maps(k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, route: RecurrenceRoute) -> Tensor:
+def _maps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, route: RecurrenceRoute) -> Tensor:
     """Maps ``[P, F]`` of runs in the middle of documents; B of others is 0."""
     table, number, heads = route.middle, route.first.order.shape[0], v.shape[1]
     keys, values = k.shape[2], v.shape[2]
     cut, before = (table.tokens, table.order, table.counts, 1.0), v.new_zeros(number, heads, keys, values)
     if beta is None:
-        b = _ops.run(None, k, v, log_decay, None, before, *cut)[1]
+        b = _ops.run(q, k, v, log_decay, None, before, *cut)[1]
         sums = log_decay.new_zeros(number + 1, *log_decay.shape[1:]).index_add(0, route.through, log_decay)
         return torch.cat([sums[:-1].exp().flatten(1), b.flatten(1)], dim=1)
     # The columns of A are states that begin as the identity and get no values.
     columns = torch.eye(keys, dtype=v.dtype, device=v.device).expand(*before.shape[:2], -1, -1)
     wide, both = F.pad(v, (0, keys)), torch.cat([before, columns], dim=-1)
-    after = _ops.run(None, k, wide, log_decay, beta, both, *cut)[1]
+    after = _ops.run(q, k, wide, log_decay, beta, both, *cut)[1]
     return torch.cat([after[..., values:].flatten(1), after[..., :values].flatten(1)], dim=1)

@@ -16,11 +16,10 @@ Tensor = torch.Tensor
 class Inputs(NamedTuple):
     """Tokens of a rank: q, k ``[T, h, K]``, v ``[T, H, V]``, log_decay ``[T, H, d]``, beta ``[T, H]``.
 
-    h divides H: a head of q or k serves consecutive heads of v. `beta` is None for linear attention, q where only
-    states are wanted.
+    h divides H: a head of q or k serves consecutive heads of v. `beta` is None for linear attention.
     """
 
-    q: Tensor | None
+    q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor

@@ -33,7 +33,7 @@ TOKENS = 0
 class Terms(NamedTuple):
     """What the chunks of a slab need whatever the state."""
 
-    q: Tensor | None  # [K]
+    q: Tensor  # [K]
     k: Tensor  # [K]
     v: Tensor  # [1]
     decay: Tensor  # [d]
@@ -58,8 +58,7 @@ def put(out: Tensor, tokens: Tensor, found: Tensor) -> None:
 
 def terms(slab: Slab, inputs: Inputs) -> Terms:
     """What the chunks of a slab need whatever the state."""
-    q, k, v, g = (x if x is None else taken(x, slab.tokens, inputs.heads) for x in inputs[:4])
-    assert k is not None and v is not None and g is not None
+    q, k, v, g = (taken(x, slab.tokens, inputs.heads) for x in inputs[:4])
     decay = g.exp_()
     since = decay.clone()
     for i in range(1, len(since)):
@@ -83,14 +82,12 @@ def scan(slab: Slab, of: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def outputs(of: Terms, states: tuple[Tensor, Tensor]) -> Tensor:
     """``[C, n, H, 1]``, not scaled yet; `states` from `scan`."""
-    assert of.q is not None
     return (of.q * states[1]).sum(-1, keepdim=True)
 
 
-def scan_back(slab: Slab, of: Terms, d_out: Tensor | None, d_state: Tensor) -> Tensor:
+def scan_back(slab: Slab, of: Terms, d_out: Tensor, d_state: Tensor) -> Tensor:
     """Gradients ``[C, n, H, K]`` of the state after each token of a slab; arguments as for `chunkwise.scan_back`."""
-    grads = torch.zeros_like(of.k * of.v) if d_out is None or of.q is None else of.q * d_out
-    until, d_state = torch.ones_like(of.decay), d_state[..., 0]
+    grads, until, d_state = of.q * d_out, torch.ones_like(of.decay), d_state[..., 0]
     for i in reversed(range(len(grads) - 1)):
         grads[i].addcmul_(of.decay[i + 1], grads[i + 1])
         torch.mul(until[i + 1], of.decay[i + 1], out=until[i])
@@ -103,12 +100,11 @@ def scan_back(slab: Slab, of: Terms, d_out: Tensor | None, d_state: Tensor) -> T
     return grads.addcmul_(until, behind)
 
 
-def gradients(of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor | None, d_after: Tensor) -> list[Tensor]:
-    """Gradients of q, if there are outputs, k, v and log_decay; `d_after` from `scan_back`."""
+def gradients(of: Terms, states: tuple[Tensor, Tensor], d_out: Tensor, d_after: Tensor) -> list[Tensor]:
+    """Gradients of q, k, v and log_decay; `d_after` from `scan_back`."""
     (before, after), d_k = states, d_after * of.v
     d_v = (d_after * of.k).sum(-1, keepdim=True)
     d_decay = d_after.mul_(of.decay)
     d_decay[0] *= before
     d_decay[1:] *= after[:-1]
-    d_q = [] if d_out is None else [after * d_out]
-    return [*d_q, d_k, d_v, d_decay if of.decay.shape[-1] > 1 else d_decay.sum(-1, keepdim=True)]
+    return [after * d_out, d_k, d_v, d_decay if of.decay.shape[-1] > 1 else d_decay.sum(-1, keepdim=True)]
