@@ -229,8 +229,10 @@ class _Search:
             if exchange is hidden or not (chosen or stages in map(variant.num_chunks, variant.masks)):
                 continue
             found += [_priced(one) if len(options) > 1 else one for one in _and_moved(variant)]
-            if len(options) > 1 and self.budget is None and _is_hidden(found[-1].candidates[0]):
-                hidden = exchange
+            if len(options) > 1 and self.budget is None:
+                cost = found[-1].candidates[0].seconds
+                if cost["exposed_forward"] + cost["exposed_backward"] <= _HIDDEN * cost["total"]:
+                    hidden = exchange
         return found
 
     def _exchanges(self, searched: bool) -> list[Exchange]:
@@ -267,11 +269,6 @@ def _and_moved(plan: Plan) -> list[Plan]:
     """The plan, and where it differs one whose recurrent layers run in a contiguous layout."""
     moved = plan.replace(relayout=True) if plan.recurrences else plan
     return [plan] if moved.recurrent().layout == plan.layout else [plan, moved]
-
-
-def _is_hidden(candidate: Candidate) -> bool:
-    exposed = candidate.seconds["exposed_forward"] + candidate.seconds["exposed_backward"]
-    return exposed <= _HIDDEN * candidate.seconds["total"]
 
 
 def _waits_for_exchange(plans: list[Plan]) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from spanwise.masks.checks import check_positive
+
 _STATE_BYTES = 4  # an element of a map
 
 
@@ -45,14 +47,11 @@ class Recurrence:
     def __post_init__(self) -> None:
         if not isinstance(self.delta_rule, (bool, np.bool_)):
             raise ValueError(f"delta_rule of a Recurrence must be True or False, got {self.delta_rule!r}")
-        for name in ("layers", "heads", "key_dim", "value_dim", "hidden_size"):
-            value = getattr(self, name)
-            if value is None and name == "hidden_size":
-                continue
-            kinds = (int, np.integer, float, np.floating) if name == "layers" else (int, np.integer)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-                kind = "a number" if name == "layers" else "an integer"
-                raise ValueError(f"{name} of a Recurrence must be {kind} above 0, got {value!r}")
+        if not isinstance(self.layers, (int, float, np.number)) or not 0 < self.layers < math.inf:
+            raise ValueError(f"layers of a Recurrence must be a number above 0, got {self.layers!r}")
+        for name in ("heads", "key_dim", "value_dim", "hidden_size"):
+            if name != "hidden_size" or self.hidden_size is not None:
+                check_positive(getattr(self, name), f"{name} of a Recurrence")
 
     @property
     def map_bytes(self) -> int:

@@ -6,11 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.plan import document_offsets
 from spanwise import H100, Hardware, Link, SpanMask, make_plan
-from tests.scripts import forked
 
 LLAMA = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
 SHAPE = dict(num_q_heads=8, num_kv_heads=8, head_dim=64, dtype="float32")
@@ -188,20 +186,3 @@ def test_without_a_shape_auto_says_what_it_priced_with() -> None:
     # Three ranks cannot share 32 heads: the next shape alike that they can.
     assert "36 query and 9 K/V heads of 128" in make_plan(DOCUMENTS, (4, 3)).reason
     assert "32 query and 8 K/V heads of 128" in make_plan(DOCUMENTS, (2, 16)).reason
-
-
-def test_plans_are_made_in_data_loader_workers() -> None:
-    """A worker process plans, and the plan that arrives is the one that this process would make."""
-    loader = torch.utils.data.DataLoader(Packed(), batch_size=None, num_workers=1, multiprocessing_context=forked())
-    for seed, plan in enumerate(loader):
-        assert plan == Packed()[seed] and plan.balancer.startswith("local") and plan.exchange == "needed"
-
-
-class Packed(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, seed: int):
-        if seed >= len(self):
-            raise IndexError(seed)
-        return make_plan(SpanMask.documents(document_offsets(131_072, seed)), 8)

@@ -91,7 +91,7 @@ def test_errors() -> None:
         spanwise.make_plan(mask, 2, recurrences=GDN["gdn"])
     sizes = {"layers": 1, "heads": 1, "key_dim": 1, "value_dim": 1}
     for name, bad, what in (
-        ("key_dim", 0, "an integer above 0"),
+        ("key_dim", 0, "at least 1"),
         ("layers", "2", "a number above 0"),
         ("layers", float("nan"), "a number above 0"),
         ("delta_rule", "yes", "True or False"),
