@@ -66,6 +66,7 @@ class Inputs(NamedTuple):
         grad_out: cotangent of the output, ``[B, H, T, Dv]``.
         grad_lse: cotangent of the lse, ``[B, H, T]``.
         sinks: ``[H]``, ``[H, n]`` or None.
+        up: ``[Hkv, L, 2 * Dv]`` if rows travel: k are latents ``[B, 1, K, L]``, v rotary keys ``[B, 1, K, R]``.
     """
 
     q: torch.Tensor
@@ -74,11 +75,18 @@ class Inputs(NamedTuple):
     grad_out: torch.Tensor
     grad_lse: torch.Tensor
     sinks: torch.Tensor | None
+    up: torch.Tensor | None = None
+
+
+def expanded(latents: torch.Tensor, rope: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of multi-head latent attention; the rotary part of K is shared by all heads."""
+    k, v = (latents @ up.to(latents.dtype)).chunk(2, -1)
+    return torch.cat([k, rope.expand(-1, len(up), -1, -1)], -1), v
 
 
 class Expected(NamedTuple):
-    """Results in float64 by name: out, lse, dq, dk, dv, dsinks, max_logit; and the largest sum of the absolute values
-    of the terms that each of them is made of: a rounding error is relative to that."""
+    """Results in float64 by name: out, lse, dq, dk, dv, dsinks, dup, max_logit; and the largest sum of the absolute
+    values of the terms that each of them is made of: a rounding error is relative to that."""
 
     values: dict[str, torch.Tensor]
     sizes: dict[str, float]
@@ -101,24 +109,30 @@ def expected(inputs: Inputs, visible: torch.Tensor, options: dict[str, Any]) -> 
     A row without a key has output 0, no gradient, and an lse of −inf or of its sink.
     """
     leaves = [x.double().clone().requires_grad_() for x in inputs[:3]]
-    sinks = None if inputs.sinks is None else inputs.sinks.double().clone().requires_grad_()
-    out, lse, weights, scores = _attention(*leaves, visible, sinks=sinks, **options)
+    others = {"sinks": inputs.sinks, "up": inputs.up}
+    others = {name: x.double().clone().requires_grad_() for name, x in others.items() if x is not None}
+    q, k, v = leaves if inputs.up is None else (leaves[0], *expanded(*leaves[1:], others["up"]))
+    out, lse, weights, scores = _attention(q, k, v, visible, sinks=others.get("sinks"), **options)
     some = lse > -math.inf
     grad_lse = torch.where(some, inputs.grad_lse.double(), 0.0)
     torch.autograd.backward([out, torch.where(some, lse, 0.0)], [inputs.grad_out.double(), grad_lse])
     values = {"out": out, "lse": lse, "dq": leaves[0].grad, "dk": leaves[1].grad, "dv": leaves[2].grad}
-    heads = inputs.q.shape[1]
+    values |= {f"d{name}": x.grad for name, x in others.items()}
+    heads = q.shape[1]
     values["max_logit"] = scores.amax(dim=(0, 2, 3)) if scores.shape[3] else torch.full((heads,), -math.inf)
-    if sinks is not None:
-        values["dsinks"] = sinks.grad
     with torch.no_grad():
         found = {name: torch.zeros_like(inputs.q) if x is None else x.detach() for name, x in values.items()}
-        scale = 1 / math.sqrt(inputs.q.shape[-1]) if options["scale"] is None else options["scale"]
-        sizes = _sizes(inputs, weights, scores, lse, grad_lse, abs(scale), heads // inputs.k.shape[1])
-    return Expected(found, sizes)
+        scale = 1 / math.sqrt(q.shape[-1]) if options["scale"] is None else options["scale"]
+        whole = inputs._replace(k=k, v=v)
+        sums = _sums(whole, weights, scores, lse, grad_lse, abs(scale), heads // k.shape[1])
+    if inputs.up is not None:
+        rows = [x.detach().abs().requires_grad_() for x in (*leaves[1:], others["up"])]
+        grads = torch.autograd.grad(expanded(*rows), rows, [sums["dk"], sums["dv"]])
+        sums |= dict(zip(("dk", "dv", "dup"), grads, strict=True))
+    return Expected(found, {name: float(x.max()) if x.numel() else 0.0 for name, x in sums.items()})
 
 
-def _sizes(
+def _sums(
     inputs: Inputs,
     weights: torch.Tensor,
     scores: torch.Tensor,
@@ -126,8 +140,8 @@ def _sizes(
     grad_lse: torch.Tensor,
     scale: float,
     group: int,
-) -> dict[str, float]:
-    """Each formula of the forward and the backward with absolute values of all its terms; the largest entry."""
+) -> dict[str, torch.Tensor]:
+    """Each formula of the forward and the backward with absolute values of all its terms."""
     q, k, v, grad_out = (x.double().abs() for x in inputs[:4])
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     grad_weights = torch.einsum("bhtd,bhkd->bhtk", grad_out, v)
@@ -148,7 +162,7 @@ def _sizes(
     if inputs.sinks is not None:
         sinks = inputs.sinks.double().reshape(1, len(inputs.sinks), 1, -1)
         sums["dsinks"] = (torch.exp(sinks - lse[..., None]) * delta[..., None]).sum((0, 2))
-    return {name: float(x.max()) if x.numel() else 0.0 for name, x in sums.items()}
+    return sums
 
 
 def make_problem(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import (
 
 import spanwise
 from spanwise import AuxRequest, Packing, Plan, SpanMask
-from tests.oracle import Inputs, expected
+from tests.oracle import Inputs, expanded, expected
 
 STYLES = ("eager", "checkpoint", "selective", "offloaded", "inference first", "layers", "twice", "some")
 BALANCERS = ("contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local", "auto")
@@ -43,6 +44,7 @@ class Case:
         batch: rows of the tensors; a mask of one row serves them all.
         levels: ``(outer, inner)`` ranks; inner 1 is a 1-D mesh.
         tp: ranks that share the heads, as DTensors.
+        latents: dim of the latents that travel in place of K and V, see `tests.oracle.expanded`; 0: none.
         host_size: ranks of a host, for exchange "hierarchical".
         exchange, stages, keep_kv, balancer, block_size, cu_seqlens: arguments of make_plan.
         weighted: whether the layout weighs several masks unequally.
@@ -63,6 +65,7 @@ class Case:
     batch: int = 1
     levels: tuple[int, int] = (1, 1)
     tp: int = 1
+    latents: int = 0
     host_size: int = 2
     exchange: str = "needed"
     stages: int | None = None
@@ -89,6 +92,10 @@ class Case:
     @property
     def num_ranks(self) -> int:
         return self.levels[0] * self.levels[1] * self.tp
+
+    @property
+    def packed(self) -> bool:
+        return self.packing is not None and not self.latents
 
 
 def plan_of(case: Case) -> Plan:
@@ -123,12 +130,14 @@ def inputs_of(case: Case) -> Inputs:
 
     (q_heads, kv_heads), (dim, v_dim) = case.heads, case.dims
     q, grad_out = draw(case.batch, q_heads, mask.q_len, dim), draw(case.batch, q_heads, mask.q_len, v_dim)
-    k, v = draw(case.batch, kv_heads, mask.kv_len, dim), draw(case.batch, kv_heads, mask.kv_len, v_dim)
+    rows = ((1, case.latents), (1, dim - v_dim)) if case.latents else ((kv_heads, dim), (kv_heads, v_dim))
+    k, v = (draw(case.batch, heads, mask.kv_len, d) for heads, d in rows)
     grad_lse = draw(case.batch, q_heads, mask.q_len) * case.lse
     padding = padding_of(case)[0]
     grad_out[:, :, padding], grad_lse[:, :, padding] = 0, 0
     sinks = {0: None, 1: (q_heads,)}.get(case.sinks, (q_heads, case.sinks))
-    return Inputs(q, k, v, grad_out, grad_lse, sinks and draw(*sinks))
+    up = draw(kv_heads, case.latents, 2 * v_dim) if case.latents else None
+    return Inputs(q, k, v, grad_out, grad_lse, sinks and draw(*sinks), up)
 
 
 def poisoned(case: Case, inputs: Inputs) -> Inputs:
@@ -137,7 +146,7 @@ def poisoned(case: Case, inputs: Inputs) -> Inputs:
     tensors = [x.clone() for x in inputs[:5]]
     for x, padding in zip(tensors, (queries, keys, keys, queries, queries), strict=True):
         x[:, :, padding] = torch.nan
-    return Inputs(*tensors, inputs.sinks)
+    return inputs._replace(**dict(zip(Inputs._fields, tensors, strict=False)))
 
 
 def _score_mod(kind: str, heads: int, device: str) -> Callable[..., torch.Tensor]:
@@ -197,22 +206,36 @@ def on_rank(
     wanted = [i for i in range(3) if case.gradients and (case.style != "some" or case.seed >> i & 1)]
     leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
     sinks = None if inputs.sinks is None else placed(inputs.sinks.clone(), Replicate()).requires_grad_(case.gradients)
-    attend: Any = spanwise.context_parallel_attention if case.packing is None else spanwise.packed_attention
+    up = None if inputs.up is None else inputs.up.clone().requires_grad_(case.gradients)
+    attend: Any = spanwise.packed_attention if case.packed else spanwise.context_parallel_attention
     given, where = (plan.local(mesh, device, kernel=case.kernel), None) if case.rank_plan else (plan, mesh)
     score_mod = _score_mod(case.bias, case.heads[0], device) if case.bias else None
+
+    made: list[weakref.ref[Any]] = []
+
+    def expand(latents: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = expanded(latents, rope, up)
+        if not torch.compiler.is_compiling() and k.numel():
+            made.append(weakref.ref(k.untyped_storage()))
+        return k, v
+
+    more = {} if up is None else {"expand": expand}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Any:
         return attend(
             q, k, v, given, where, mask_name=case.mask, scale=case.scale, kernel=case.kernel, score_mod=score_mod,
             softcap=case.softcap, sinks=sinks, return_aux=AuxRequest(lse=case.lse, max_logit=case.max_logit),
+            **more,
         )  # fmt: skip
 
     pending = torch._C._distributed_c10d._get_work_registry_size()
     other = call(*(x.detach().flip(-1).requires_grad_() for x in leaves), sinks)[0] if case.style == "layers" else None
     out, aux = _styled(case.style, call, [*leaves, sinks])
+    assert not any(storage() for storage in made)  # what was expanded is not saved
     found = {"out": out, **({"lse": aux.lse} if case.lse else {})}
     learned = {name: leaves[i] for i, name in enumerate(("dq", "dk", "dv")) if i in wanted}
-    learned |= {"dsinks": sinks} if case.gradients and sinks is not None else {}
+    shared = {"dsinks": sinks, "dup": up} if case.gradients else {}
+    learned |= {name: x for name, x in shared.items() if x is not None}
     gradients = {}
     if learned:
         cotangents = [{"out": grad_out, "lse": grad_lse}[name].to(x.dtype) for name, x in found.items()]
@@ -228,11 +251,10 @@ def on_rank(
     # A started exchange that nobody waits for would keep its buffers until the process ends. Threads share the count.
     own_process = mesh is not None and "gloo" in mesh.get_group(0).name()
     assert not own_process or torch._C._distributed_c10d._get_work_registry_size() == pending
-    dsinks = gradients.pop("dsinks", None)
-    found |= gradients
-    if case.packing is not None:
+    found |= {name: x for name, x in gradients.items() if name not in shared}
+    if case.packed:
         found = {name: (x.transpose(0, 1) if x.dim() == 3 else x)[None] for name, x in found.items()}
-    found |= {} if dsinks is None else {"dsinks": dsinks}
+    found |= {name: x for name, x in gradients.items() if name in shared}
     if case.max_logit:
         found["max_logit"] = aux.max_logit
     full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
@@ -242,7 +264,7 @@ def on_rank(
 def _shard(x: torch.Tensor, side: Any, case: Case, plan: Plan, mesh: DeviceMesh | None) -> torch.Tensor:
     """This rank's part of ``[B, H, T, D]`` or ``[B, H, T]``; of a packed case ``[T, H, D]`` or ``[H, T]``."""
     dim = 2
-    if case.packing is not None:
+    if case.packed:
         x = x[0].transpose(0, 1) if x.dim() == 4 else x[0]
         dim = 0 if x.dim() == 3 else 1
     return spanwise.shard(plan, mesh, x, dim=dim, side=side)
@@ -271,7 +293,7 @@ def check(case: Case, run: Callable[..., list[Any]]) -> None:
     for rank, result in enumerate(results):
         rank //= case.tp
         for name, got in result.items():
-            if name == "dsinks":
+            if name in ("dsinks", "dup"):
                 continue
             side, want = _SIDES.get(name), whole.values[name]
             if side is not None:
@@ -280,10 +302,10 @@ def check(case: Case, run: Callable[..., list[Any]]) -> None:
             if side is not None and name != "lse":
                 zero = plan.shard(zeros[side], rank, side=side)
                 assert not got.movedim(2, 1)[zero].any(), f"rank {rank} {name} is not 0 where the mask has no pair"
-    if "dsinks" in results[0]:
-        each = torch.stack([result["dsinks"] for result in results[:: case.tp]])
+    for name in {"dsinks", "dup"} & results[0].keys():
+        each = torch.stack([result[name] for result in results[:: case.tp]])
         total = each.double().sum(0).to(each.dtype)
-        _compare("dsinks, summed over ranks,", total, whole.values["dsinks"], whole.sizes["dsinks"])
+        _compare(f"{name}, summed over ranks,", total, whole.values[name], whole.sizes[name])
 
 
 def _compare(what: str, got: torch.Tensor, want: torch.Tensor, size: float) -> None:
