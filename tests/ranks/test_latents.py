@@ -84,7 +84,10 @@ def test_autocast_holds_where_rows_are_expanded_again() -> None:
 
     def attend(local: Any, q: Any, latents: Any, rope: Any, up: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            expand = lambda latents, rope: expanded(latents, rope, torch.nn.functional.linear(up, torch.eye(12)))  # noqa: E731
+
+            def expand(latents: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                return expanded(torch.nn.functional.linear(latents, torch.eye(3)), rope, up)
+
             return spanwise.context_parallel_attention(
                 q.bfloat16(), latents.bfloat16(), rope.bfloat16(), local, expand=expand
             )
