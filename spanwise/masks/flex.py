@@ -77,14 +77,11 @@ def _evaluate(
     b_T, q_T, k_T = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (b, q, k))
 
     def tile_mod(tile: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mask_mod(b_T[tile], h, (q_T[tile] + i).clamp(max=q_len - 1), (k_T[tile] + j).clamp(max=kv_len - 1))
+        q_idx, kv_idx = q_T[tile] + i, k_T[tile] + j
+        found = mask_mod(b_T[tile], h, q_idx.clamp(max=q_len - 1), kv_idx.clamp(max=kv_len - 1))
+        return found & (q_idx < q_len) & (kv_idx < kv_len)
 
-    cells_TQK = create_mask(tile_mod, len(b), 1, rows, columns, device)[:, 0].cpu().numpy()
-    if bool((q + rows > q_len).any()):
-        cells_TQK = cells_TQK & (q[:, None] + np.arange(rows) < q_len)[:, :, None]
-    if bool((k + columns > kv_len).any()):
-        cells_TQK = cells_TQK & (k[:, None] + np.arange(columns) < kv_len)[:, None, :]
-    return cells_TQK
+    return np.asarray(create_mask(tile_mod, len(b), 1, rows, columns, device)[:, 0].cpu().numpy())
 
 
 def _spans_of_tiles(
