@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import heapq
 import math
 import time
@@ -166,6 +167,8 @@ def cases(families: Sequence[str], links: Sequence[str], *, peers: bool = True) 
     """Family, graph, network and orders of all graphs with collectives."""
     for family in families:
         traced = FAMILIES[family]()
+        gc.collect()
+        gc.freeze()  # a collection of what tracing left takes seconds, in whichever pass it falls
         for graph, gm in traced.graphs.items():
             if any("c10d" in str(node.target) for node in gm.graph.nodes):
                 for network in links:
