@@ -22,7 +22,7 @@ from spanwise.overlap.engine import simulate
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.pytorch_pass import pytorch_order
 from spanwise.overlap.scheduler import Engine, Rule
-from spanwise.overlap.search import OPTIMAL, schedule
+from spanwise.overlap.search import OPTIMAL, _Best, schedule
 from tests.overlap.pipelines import Stage
 
 CLOSE = 1.002  # of another order: what costs cannot tell apart
@@ -220,6 +220,23 @@ def test_a_multiplier_makes_no_step_longer() -> None:
         for multiplier in (0.2, 5.0):
             found = schedule(dag, multiplier=multiplier, effort=30)
             assert found.timeline.makespan <= found.before.makespan, (seed, multiplier)
+
+
+def test_an_order_that_is_longer_at_the_costs_as_given_is_not_kept() -> None:
+    """Either of two collectives can be hidden: the first at the costs as given, the second at those of the search."""
+
+    def made(first: float, second: float) -> Dag:
+        build = Build()
+        _, wait = build.collective(first, "dp")
+        build.compute(4.0)
+        build.compute(1.0, build.collective(second, "dp", build.compute(1.0, wait))[1])
+        return build.dag()
+
+    dag, slower = made(1.0, 0.5), made(0.1, 3.0)
+    own, other = simulate(dag, [0, 2, 1, 3, 4, 5, 6]), [0, 1, 3, 4, 2, 5, 6]
+    best = _Best(dag, slower, own, 0, 0.0)
+    best.offer(Engine(slower).replay(np.array(other)))
+    assert simulate(slower, other).makespan < best.makespan and best.order is own.order
 
 
 def test_twenty_thousand_nodes_are_scheduled_in_seconds() -> None:
