@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spanwise.overlap.fx.files import group_sizes, load_graphs, save_graphs
+from spanwise.overlap.fx.files import load_graphs, save_graphs
 
 
 def test_operators_of_others_that_are_not_registered(tmp_path: Path) -> None:
@@ -20,24 +20,6 @@ def test_operators_of_others_that_are_not_registered(tmp_path: Path) -> None:
     library._destroy()
     with pytest.raises(ValueError, match="spanwise_test_elsewhere.*'double'.*import the modules"):
         load_graphs(tmp_path / "g")
-
-
-def test_sizes_of_groups() -> None:
-    """Gathers, scatters and exchanges say how many ranks they are of; a sum does not."""
-    ops, graph = torch.ops._c10d_functional, torch.fx.Graph()
-    x = graph.placeholder("x")
-    nodes = [
-        graph.call_function(ops.all_gather_into_tensor.default, (x, 4, "a")),
-        graph.call_function(ops.reduce_scatter_tensor.default, (x, "sum", 4, "a")),
-        graph.call_function(ops.all_gather_into_tensor_coalesced.default, ([x], 2, "a")),
-        graph.call_function(ops.all_to_all_single.default, (x, [1, 2, 3], [3, 2, 1], "b")),
-        graph.call_function(ops.all_reduce.default, (x, "sum", "c")),
-    ]
-    graph.output(tuple(nodes))
-    gm = torch.fx.GraphModule({}, graph)
-    assert group_sizes([gm, gm]) == {
-        "a": {4: nodes[0].name, 2: nodes[2].name}, "b": {3: nodes[3].name}, "c": {}
-    }  # fmt: skip
 
 
 def test_files_that_hold_no_graphs(tmp_path: Path) -> None:
