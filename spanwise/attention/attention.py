@@ -334,28 +334,21 @@ def _with_dtensors(q: Any, k: Any, v: Any, call: _Call) -> tuple[torch.Tensor, A
     """Attention is independent per head: unwrap DTensors that are sharded over heads, compute, wrap again."""
     if call.expand is not None:
         raise ValueError("expand takes plain tensors; pass q.to_local(), with the rank's heads from expand")
-    tensors = {"q": q, "k": k, "v": v}
-    plain = sorted(name for name, x in tensors.items() if not isinstance(x, DTensor))
-    if plain:
-        raise ValueError(f"q, k and v must all be DTensors or all plain tensors; {plain} are plain")
-    placements = q.placements
+    placements: Any = getattr(q, "placements", ())
     # This rank's slice of the heads: mesh axes count like digits, the first one highest.
     num_slices, head_slice = 1, 0
     for axis, placement in enumerate(placements):
         if placement == Shard(1):
             num_slices *= q.device_mesh.size(axis)
             head_slice = head_slice * q.device_mesh.size(axis) + q.device_mesh.get_local_rank(axis)
-    for name, x in tensors.items():
-        good = all(p in (Shard(1), Replicate()) for p in x.placements)
-        if not good or x.placements != placements or x.device_mesh != q.device_mesh:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        alike = isinstance(x, DTensor) and isinstance(q, DTensor) and x.device_mesh == q.device_mesh
+        heads = alike and x.placements == placements and all(p in (Shard(1), Replicate()) for p in placements)
+        if not heads or x.shape[1] % num_slices:
             raise ValueError(
-                f"DTensors must be sharded over heads, Shard(1), or replicated, alike on one mesh; {name} has "
-                f"placements {x.placements} on axes {x.device_mesh.mesh_dim_names}. The sequence is not a DTensor dim "
-                f"here: each cp rank holds its own shard"
-            )
-        if x.shape[1] % num_slices:
-            raise ValueError(
-                f"{x.shape[1]} heads of {name} do not divide over {num_slices} ranks of the axes they are sharded on"
+                f"q, k and v must be plain tensors, or DTensors alike on one mesh, sharded over heads that divide, "
+                f"Shard(1), or replicated; each cp rank holds its own shard of the sequence. {name} is a "
+                f"{type(x).__name__} of shape {tuple(x.shape)} with placements {getattr(x, 'placements', None)}"
             )
     per_head = [Shard(0) if p == Shard(1) else p for p in placements]
     sinks, options = call.sinks, call.options

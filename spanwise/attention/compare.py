@@ -21,16 +21,23 @@ Compared = Callable[[str], None]
 """Of a call in eager code: compares what a backward starts, called with its name before."""
 
 
-class Compiled(NamedTuple):
-    """A call in compiled code, for the operator that compares its backward."""
+class Compare(NamedTuple):
+    """A call that is compared.
 
-    number: torch.Tensor
-    groups: str
-    ranks: Sequence[int]
+    Attributes:
+        groups, ranks: of its mesh; in compiled code `groups` are names, in one string.
+        number: of the call; in compiled code a tensor.
+    """
+
+    groups: Any
+    ranks: Any
     name: str
+    number: Any
 
-
-Compare = Compared | Compiled
+    def backward(self, exchange: str = "") -> None:
+        """Compare what a backward of the call starts, in eager code."""
+        facts = (("exchange", exchange),) if exchange else ()
+        record(Call(f"backward of {self.name}", facts), self.groups, self.ranks, self.number)
 
 
 def compare_calls(mesh: DeviceMesh, enabled: bool) -> None:
@@ -121,15 +128,11 @@ def compare_call(
         lines = [f"{label}\t{value}".replace("\n", " ") for label, value in facts.items()]
         call = " ".join([_torch.group_name(group) for group in groups]), ranks(), name
         number = torch.ops.spanwise.compare_call(fresh, *call, "\n".join([*lines, sizes[0]]), sizes[1], [])
-        return Compiled(number, *call)
+        return Compare(*call, number)
     if any(map(_torch.is_fake, tensors)):
         return None
     number = record(Call(name, (*facts.items(), (sizes[0], tuple(sizes[1]))), _fresh(fresh)), groups, ranks)
-
-    def backward(exchange: str) -> None:
-        record(Call(f"backward of {name}", (("exchange", exchange),) if exchange else ()), groups, ranks, number)
-
-    return backward
+    return Compare(groups, ranks, name, number)
 
 
 def _fresh(value: float | torch.Tensor | None) -> tuple[str, Hashable] | None:
@@ -198,7 +201,7 @@ def _confirm(log: CallLog, number: int) -> None:
 
 def compared(sums: tuple[torch.Tensor, ...], compare: Compare | None) -> Sequence[torch.Tensor]:
     """The `sums` of a call; in compiled code they depend on its comparison, or all-reduces could start before it."""
-    return [x + compare.number * 0 for x in sums] if isinstance(compare, Compiled) else sums
+    return sums if compare is None or not torch.compiler.is_compiling() else [x + compare.number * 0 for x in sums]
 
 
 def compare_backward(
@@ -209,25 +212,26 @@ def compare_backward(
     Args:
         travels: whether the executor compares the backward in eager code, where its first exchange starts.
     """
-    if isinstance(compare, Compiled) and any(out.requires_grad for out in outputs):
+    if compare is None or not any(out.requires_grad for out in outputs):
+        return outputs
+    if torch.compiler.is_compiling():
         return _InBackward.apply(compare, *outputs)
-    if compare is not None and not isinstance(compare, Compiled) and not travels:
-        for out in outputs:
-            if out.grad_fn is not None:
-                out.grad_fn.register_prehook(lambda _: compare(""))
+    for out in outputs:
+        if out.grad_fn is not None and not travels:
+            out.grad_fn.register_prehook(lambda _: compare.backward())
     return outputs
 
 
 def eager(compare: Compare | None) -> Compared | None:
-    """`compare` of eager code, for the executor."""
-    return None if isinstance(compare, Compiled) else compare
+    """What compares a backward in eager code, for the executor."""
+    return None if compare is None or torch.compiler.is_compiling() else compare.backward
 
 
 class _InBackward(torch.autograd.Function):
     """Identity of outputs; a comparison in the backward of compiled code."""
 
     @staticmethod
-    def forward(ctx: Any, compare: Compiled, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, compare: Compare, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(compare.number)
         ctx.call = compare.groups, compare.ranks, f"backward of {compare.name}"
         return tuple([out.view_as(out) for out in outputs])

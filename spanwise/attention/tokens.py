@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.compare import Compared, compare_backward, compare_call, eager
+from spanwise.attention.compare import compare_backward, compare_call, eager
 from spanwise.attention.executor import GATHERED, Link, RankStep, bring, padded
 from spanwise.attention.rank_plan import RankPlan, check_rank, mesh_of
 from spanwise.layouts.packing import Side
@@ -109,7 +109,13 @@ def gather(
     rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
     facts, sizes = {"side": side, "dtype": x.dtype}, (rows_BTF.shape[0], rows_BTF.shape[2])
     call = compare_call("unshard or roll", facts, mesh, [x], sizes=("rows", sizes), plan=local.digest)
-    full_BSx = _gather_rows(rows_BTF, mesh, restore, length, eager(call)).unflatten(-1, rest or (1,))
+    rows_RF = padded(rows_BTF, length, dim=1).flatten(0, 1)
+    for axis in reversed(range(mesh.ndim)):  # the last axis first, so that ranks come in the order of their numbers
+        own = (rows_RF[:, :0],)
+        link = Link(_torch.group_name(mesh.get_group(axis)), mesh.size(axis), "shards (unshard, roll)", eager(call))
+        (rows_RF,) = bring(rows_RF, [RankStep(None, None, own, own, kind=GATHERED)], link)
+    full_BSx = rows_RF.index_select(0, restore.flatten()).unflatten(0, (rows_BTF.shape[0], -1))
+    full_BSx = full_BSx.unflatten(-1, rest or (1,))
     (full_BSx,) = compare_backward((full_BSx,), call, travels=True)
     if not rest:
         full_BSx = full_BSx.squeeze(-1)
@@ -117,19 +123,3 @@ def gather(
         assert batch_dim is not None
         return full_BSx.movedim((0, 1), (batch_dim, dim))
     return full_BSx.squeeze(0).movedim(0, dim)
-
-
-def _gather_rows(
-    x_BTF: torch.Tensor,
-    mesh: DeviceMesh,
-    restore: torch.Tensor,
-    length: int,
-    call: Compared | None,
-) -> torch.Tensor:
-    """All ranks' rows ``[B, S, F]`` in the order of `restore` ``[B or 1, S]``; shards are padded to `length` tokens."""
-    rows_RF = padded(x_BTF, length, dim=1).flatten(0, 1)
-    for axis in reversed(range(mesh.ndim)):  # the last axis first, so that ranks come in the order of their numbers
-        sizes = (rows_RF[:, :0],)
-        link = Link(_torch.group_name(mesh.get_group(axis)), mesh.size(axis), "shards (unshard, roll)", call)
-        (rows_RF,) = bring(rows_RF, [RankStep(None, None, sizes, sizes, kind=GATHERED)], link)
-    return rows_RF.index_select(0, restore.flatten()).unflatten(0, (x_BTF.shape[0], -1))
