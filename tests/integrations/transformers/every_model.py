@@ -29,21 +29,11 @@ from transformers.models.auto.modeling_auto import (
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, tiny
-from tests.integrations.transformers.tiny import small_config
-from tests.ranks.harness import run_ranks
 
 LENGTHS = (23, 41, 7, 30)
 BESIDE_IMAGES = (22, 31, 17)  # tokens of text of three documents
 SECONDS = 120  # for one model
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "huggingface-models.json"
-
-
-def _train(rank: int, mesh: Any, models: list[Any], batch: dict[str, Any]) -> Any:
-    return tiny.step(hf.context_parallel(models[rank], mesh), batch)
-
-
-def _prepare(rank: int, mesh: Any, models: list[Any]) -> None:
-    hf.context_parallel(models[rank], mesh)
 
 
 def _examined(make: Callable[[], Any], describe: Callable[[Any], Any]) -> dict[str, Any]:
@@ -57,7 +47,7 @@ def _examined(make: Callable[[], Any], describe: Callable[[Any], Any]) -> dict[s
         torch.manual_seed(0)
         model = make()
         status = "refused"
-        run_ranks(2, _prepare, tiny.copies(model, 2))
+        tiny.train(model, {}, act=lambda *_: None)
         status = "not made"
         batches, reference = describe(model)
         want = reference("eager")
@@ -79,7 +69,7 @@ def _failure(error: Exception, status: str) -> dict[str, Any]:
 def _compared(model: Any, batch: dict[str, Any], want: Any, reference: Callable[[str], Any]) -> dict[str, Any]:
     try:
         hf.make_plan(batch, model.config, 2)
-        results = run_ranks(2, _train, tiny.copies(model, 2), batch, timeout=SECONDS)
+        results = tiny.train(model, batch)
     except Exception as error:
         return _failure(error, "refused")
     loss, gradient, name = tiny.errors(tiny.mean_over_ranks(results), want)
@@ -97,7 +87,7 @@ def examine(kind: str) -> dict[str, Any]:
     documents = tiny.documents_of(LENGTHS)
 
     def make() -> Any:
-        config = small_config(kind)
+        config = tiny.small_config(kind)
         if kind in WITH_IMAGES and type(config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
             config = config.get_text_config()
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

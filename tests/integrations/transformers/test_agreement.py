@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.integrations import transformers as hf
 from spanwise.integrations.transformers.agreement import check_same
 from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
@@ -46,27 +45,26 @@ def test_gradients_that_nobody_averages(step: int, fused: bool) -> None:
 
     Fused optimizers, the default of Trainer, do not count versions of parameters on.
     """
-    models = tiny.copies(tiny.model_of("llama"), 2)
+    averaged = 9
 
-    def on_rank(rank: int, mesh: Any, averaged: int) -> int:
-        mine = hf.context_parallel(models[rank], mesh)
-        if step == 0 and rank == 1:
+    def steps(mine: Any, batch: Any) -> int:
+        if step == 0 and torch.distributed.get_rank() == 1:
             mine.lm_head.weight.data[0, 0] += 1e-3
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, fused=fused)
         for i in range(4):
             try:
-                tiny.step(mine, PACKED)
+                tiny.step(mine, batch)
             except ValueError as error:
                 assert "parameters differ between ranks of the cp mesh" in str(error)
                 return i
             if i < averaged:
                 for x in mine.parameters():
-                    torch.distributed.all_reduce(x.grad, group=mesh.get_group())
+                    torch.distributed.all_reduce(x.grad)
                     x.grad /= 2
             optimizer.step()
             optimizer.zero_grad()
         return -1
 
-    assert run_ranks(2, on_rank, step - 1) == [step, step]
-    models = tiny.copies(tiny.model_of("llama"), 2)
-    assert run_ranks(2, on_rank, 9) == ([0, 0] if step == 0 else [-1, -1])
+    assert tiny.train("llama", PACKED, act=steps) == ([0, 0] if step == 0 else [-1, -1])
+    averaged = step - 1
+    assert tiny.train("llama", PACKED, act=steps) == [step, step]

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` under context parallelism logs and learns what it does on one process a cp group."""
+"""Trainers of transformers and trl under context parallelism log and learn what they do on one process a cp group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+import trl
+from accelerate import Accelerator, ParallelismConfig
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import ProcessorMixin
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, runs, tiny
 from tests.integrations.transformers.runs import EVALUATED, compare, run
 
@@ -33,36 +40,68 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": (hits & valid).sum() / valid.sum(), "scores": float(scores.sum())}
 
 
-# Each option at least once, with others beside it.
-RUNS: dict[str, dict[str, Any]] = {
-    "epochs, accumulated, sliding, checkpointed": dict(
-        gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3, model="qwen2, sliding", data_seed=9,
-        dataloader_drop_last=True, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+OF_SFT = (*runs.LOGGED, "num_tokens", "entropy", "mean_token_accuracy")
+OF_PREFERENCES = (*runs.LOGGED, "logps/chosen", "logits/rejected", "num_tokens", "entropy")
+OF_DPO = (*OF_PREFERENCES, "rewards/margins", "rewards/accuracies", "mean_token_accuracy")
+OF_KTO = (*OF_PREFERENCES, "kl", "rewards/chosen")
+OF_GRPO = ("loss", "grad_norm", "reward", "reward_std", "entropy", "num_input_tokens_seen")
+NAMES = {"": runs.LOGGED, "SFT": OF_SFT, "DPO": OF_DPO, "KTO": OF_KTO, "GRPO": OF_GRPO}
+EXPERTS = dict(model="qwen3_moe, auxiliary loss")
+IN_BFLOAT16: dict[str, Any] = dict(bf16=True, max_grad_norm=0.0, learning_rate=1e-4, close=5e-3)
+# What reaches the model, its outputs or its groups of ranks, by trainer; at least once, with others beside it.
+RUNS: dict[str, tuple[dict[str, Any], ...]] = {
+    "": (
+        dict(gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3, model="qwen2, sliding", data_seed=9,
+             dataloader_drop_last=True, gradient_checkpointing=True,
+             gradient_checkpointing_kwargs={"use_reentrant": False}),
+        dict(dp=2, average_tokens_across_devices=False, **EXPERTS),
+        dict(dp=2, gradient_accumulation_steps=3, train_sampling_strategy="group_by_length", model="falcon_h1"),
+        dict(cp=4, model="qwen3_next", gradient_checkpointing=True,
+             gradient_checkpointing_kwargs={"use_reentrant": True}),
+        dict(cp=1, **EVALUATED),
+        dict(dp=2, label_smoothing_factor=0.1, include_num_input_tokens_seen="non_padding"),
+        dict(dp=2, more=dict(compute_loss_func=squared_loss), accelerator_config={"split_batches": True},
+             per_device_train_batch_size=4),
+        dict(dp=2, shard=True, gradient_accumulation_steps=2, **EVALUATED),
+        dict(dp=2, collator=runs.flattened),
+        dict(EVALUATED, eval_on_start=True, collator=runs.pack_labelled),
+        dict(EVALUATED, bf16_full_eval=True, model="mamba2"),
+        dict(EVALUATED, model="llava"),
+        *(dict(model=model) for model in images.MODELS if model != "llava"),
+        IN_BFLOAT16,
     ),
-    "replicas, a count each, experts": dict(
-        dp=2, average_tokens_across_devices=False, model="qwen3_moe, auxiliary loss",
+    "SFT": (
+        dict(dp=2, gradient_accumulation_steps=2, **EVALUATED),
+        dict(packing=True, packing_strategy="wrapped", lora="made", gradient_checkpointing=False),
+        dict(padding_free=True, max_length=None, loss_type="dft", **EXPERTS),
+        dict(data=runs.completions, packing=True, max_length=48, label_smoothing_factor=0.1),
+        dict(shard=True, packing=True, packing_strategy="bfd_split", max_length=24),
+        dict(EVALUATED, packing=True, eval_packing=True, loss_type="chunked_nll", dp=2),
+        dict(EVALUATED, model="llava"),
+        dict(IN_BFLOAT16, lora="given"),
     ),
-    "replicas, accumulated, by length, states beside attention": dict(
-        dp=2, gradient_accumulation_steps=3, train_sampling_strategy="group_by_length", model="falcon_h1",
+    "DPO": (
+        dict(dp=2, **EVALUATED),
+        dict(loss_type=["sigmoid", "ipo", "sft"], max_length=16),
+        dict(lora="given", ld_alpha=0.5, use_weighting=True),
+        dict(shard=True, f_divergence_type="js_divergence"),
+        dict(sync_ref_model=True, ref_model_sync_steps=2, **EXPERTS),
     ),
-    "four ranks, reentrant checkpoints, gated delta rule": dict(
-        cp=4, model="qwen3_next", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True},
+    "KTO": (
+        dict(dp=2, per_device_train_batch_size=4, **EVALUATED),
+        dict(loss_type="apo_zero_unpaired", per_device_train_batch_size=4, gradient_accumulation_steps=2, **EXPERTS),
+        dict(per_device_train_batch_size=4, shard=True),
     ),
-    "one rank": dict(cp=1, **EVALUATED),
-    "replicas, label smoothing, a count without padding": dict(
-        dp=2, label_smoothing_factor=0.1, include_num_input_tokens_seen="non_padding",
+    "GRPO": (
+        dict(loss_type="dapo", num_iterations=2, steps_per_generation=2, gradient_accumulation_steps=2, beta=0.1),
+        dict(shard=True, dp=2, per_device_train_batch_size=2, top_entropy_quantile=0.5),
+        dict(use_adaptive_entropy=True, entropy_coef=0.01, dp=2, per_device_train_batch_size=2, scale_rewards="batch"),
+        dict(loss_type="luspo", importance_sampling_level="sequence", lora="given", beta=0.1),
+        dict(eval_count=4, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4, loss_type="grpo"),
+        dict(gradient_checkpointing=True, **EXPERTS),
     ),
-    "replicas, own loss, split batches": dict(
-        dp=2, more=dict(compute_loss_func=squared_loss), accelerator_config={"split_batches": True},
-        per_device_train_batch_size=4,
-    ),
-    "FSDP, replicas, accumulated, evaluated": dict(dp=2, shard=True, gradient_accumulation_steps=2, **EVALUATED),
-    "stream, collated by transformers": dict(dp=2, data=runs.streamed, collator=runs.flattened),
-    "evaluated at the start, packed": dict(EVALUATED, eval_on_start=True, collator=runs.pack_without_first),
-    "states alone, evaluated in bfloat16": dict(EVALUATED, bf16_full_eval=True, model="mamba2"),
-    "bfloat16": dict(bf16=True, max_grad_norm=0.0, learning_rate=1e-4, close=5e-3),
-    **{f"images, {model}": dict(model=model, **(EVALUATED if model == "llava" else {})) for model in images.MODELS},
 }  # fmt: skip
+CASES = [pytest.param(kind, row, id=f"{kind}, {row}"[:80]) for kind, rows in RUNS.items() for row in rows]
 
 
 @pytest.mark.parametrize("steps", [7, pytest.param(20, marks=pytest.mark.slow)])
@@ -74,11 +113,34 @@ def test_steps(gloo_pool: Any, steps: int) -> None:
     assert len(norms) == steps and min(norms) > 0.5  # all were clipped
 
 
+@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_sft_packed(gloo_pool: Any, steps: int) -> None:
+    """Packed by bfd."""
+    got = compare(gloo_pool, runs.train, *OF_SFT, kind="SFT", packing=True, max_steps=steps)
+    assert got[0]["logs"][steps - 1]["num_tokens"] > 25 * steps
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_equal(gloo_pool: Any, name: str) -> None:
-    names = (*runs.LOGGED, "eval_loss") if "eval_count" in RUNS[name] else runs.LOGGED
-    compare(gloo_pool, runs.train, *names, **RUNS[name])
+@pytest.mark.parametrize(("kind", "row"), CASES)
+def test_equal(gloo_pool: Any, tmp_path: Any, kind: str, row: dict[str, Any]) -> None:
+    """GRPO on fixed rollouts."""
+    if row.get("beta") and "lora" not in row:
+        runs.model_of("llama").save_pretrained(tmp_path)  # the reference model is loaded from there
+        row = row | {"saved": str(tmp_path)}
+    names = NAMES[kind] + (("eval_loss",) if "eval_count" in row else ())
+    names += {"SFT": ("eval_entropy",), "GRPO": ("eval_reward",)}.get(kind, ()) if "eval_count" in row else ()
+    got = compare(gloo_pool, runs.train, *names, kind=kind, **row)
+    assert kind != "GRPO" or max(log.get("grad_norm", 0) for log in got[0]["logs"]) > 0.1
+
+
+@pytest.mark.slow
+def test_grpo_generates(gloo_pool: Any) -> None:
+    """The ranks of a cp group go on with the same completions, other groups with others."""
+    axes = dict(mesh_shape=(2, 2), mesh_dim_names=("dp_shard", "cp"))
+    options = dict(kind="GRPO", sampled=True, per_device_train_batch_size=2, num_iterations=2, temperature=1.0)
+    got = gloo_pool.run(4, run, runs.train, **axes, **options)
+    for result in got[1:]:
+        runs.check(result, got[0], *OF_GRPO, "num_tokens", "completions/mean_length", close=1e-7)
 
 
 @pytest.mark.slow
@@ -112,34 +174,15 @@ def test_resumes(gloo_pool: Any, tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_first_tokens_do_not_count(gloo_pool: Any) -> None:
     """Labels of first tokens of documents are neither trained nor counted, whether the collator masks them or not."""
-    want = gloo_pool.run(1, run, runs.train, cut=False, collator=runs.pack_without_first)[0]
+    want = gloo_pool.run(1, run, runs.train, cut=False, collator=runs.pack_labelled)[0]
     for result in gloo_pool.run(2, run, runs.train, collator=runs.pack):
         runs.check(result, want, *runs.LOGGED)
 
 
-def _tiny_llama() -> Any:
-    return runs.model_of("llama")
-
-
-@pytest.mark.slow
-def test_stops_early_with_a_model_made_by_the_trainer(gloo_pool: Any, tmp_path: Any) -> None:
-    """Ranks stop at the same step and load the same checkpoint."""
-    from transformers import EarlyStoppingCallback
-
-    options = dict(EVALUATED, eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
-    options |= dict(eval_count=5, max_steps=12, metric_for_best_model="loss", greater_is_better=False)
-    options |= dict(learning_rate=20.0, max_grad_norm=5.0)  # so that it gets worse
-    more = dict(callbacks=[EarlyStoppingCallback(2)], model_init=_tiny_llama)
-    *_, want = compare(
-        gloo_pool, runs.train, *runs.LOGGED, "eval_loss", dp=2, folder=str(tmp_path), more=more, **options
-    )
-    assert want["logs"][-1]["step"] < 12
-
-
 def sums(cls: Any) -> list[float]:
-    from transformers import Trainer, TrainingArguments
-
-    accelerator = cls(Trainer)(runs.model_of("llama"), args=runs.arguments(TrainingArguments)).accelerator
+    accelerator = cls(transformers.Trainer)(
+        runs.model_of("llama"), args=runs.arguments(transformers.TrainingArguments)
+    ).accelerator
     given = {name: torch.tensor(accelerator.process_index + 1.0) for name in ("sum", "mean", "max")}
     return [accelerator.reduce(x, reduction=name).item() for name, x in given.items()]
 
@@ -148,9 +191,6 @@ def sums(cls: Any) -> list[float]:
 def test_reductions_count_a_group_once(gloo_pool: Any) -> None:
     axes = dict(mesh_shape=(2, 2), mesh_dim_names=("dp_shard", "cp"))
     assert gloo_pool.run(4, run, sums, **axes) == [[3.0, 1.5, 2.0]] * 4
-
-
-# --- losses of users in padded batches: equal to plain ones, or refused where they read padding -----------------------
 
 
 def picked(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -179,36 +219,23 @@ def squares_of_tokens(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def many_of_tokens(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    """By each way to leave padding out."""
-    valid = labels != -100
-    hidden = outputs.hidden_states[-1]
+    """By each way to leave padding out, and the balance of experts."""
+    valid, hidden = labels != -100, outputs.hidden_states[-1]
     means = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
     selected = outputs.logits[valid].logsumexp(-1).mean()
     filled = outputs.logits.logsumexp(-1).masked_fill(~valid, 0.0).mean()
     chosen = torch.where(valid, hidden.norm(dim=-1), 0.0).mean()
     ignored = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    return means.norm(dim=-1).mean() + selected + filled + chosen + ignored
-
-
-def balance_of_experts(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    loss = load_balancing_loss_func(outputs.router_logits, 4, 2, labels != -100)
-    return squares_of_tokens(outputs, labels) + loss  # type: ignore[return-value]  # it takes other inputs, too
+    balance: Any = load_balancing_loss_func(outputs.router_logits, 4, 2, valid)
+    return means.norm(dim=-1).mean() + selected + filled + chosen + ignored + balance
 
 
 READING: dict[str, Loss] = {
     "squares": lambda outputs, labels: outputs.logits.pow(2).mean(),
-    "last token": lambda outputs, labels: outputs.logits[:, -1].logsumexp(-1).mean(),
     "hidden states": lambda outputs, labels: outputs.hidden_states[1].mean(1).norm(dim=-1).sum(),
     "detached weights": detached_weights,
     "policy gradient": policy_gradient,
     "rectified": rectified,
-}
-KEEPING: dict[str, tuple[Loss, dict[str, Any]]] = {
-    "many, replicas": (many_of_tokens, dict(dp=2, gradient_accumulation_steps=2)),
-    "derived, experts": (balance_of_experts, dict(derived=True, model="qwen3_moe, auxiliary loss")),
-    "no padding": (READING["squares"], dict(collator=runs.pack_without_first)),
 }
 
 
@@ -228,13 +255,11 @@ def own(loss: Loss, base: Any) -> type[Any]:
 
 def reads_padding(cls: Any) -> dict[str, str]:
     """The errors of losses that read padding, in training and in evaluation."""
-    from transformers import Trainer, TrainingArguments
-
     errors = {}
     for name, loss in READING.items():
         data = dict(train_dataset=runs.documents(4), eval_dataset=runs.documents(4), data_collator=runs.pad)
-        trainer = cls(own(loss, Trainer))(
-            runs.model_of("llama"), args=runs.arguments(TrainingArguments, max_steps=1), **data
+        trainer = cls(own(loss, transformers.Trainer))(
+            runs.model_of("llama"), args=runs.arguments(transformers.TrainingArguments, max_steps=1), **data
         )
         for step in (trainer.evaluate, trainer.train):
             try:
@@ -252,47 +277,48 @@ def test_refuses_losses_that_read_padding(gloo_pool: Any) -> None:
     assert all("reads the model's outputs at padding" in text for text in first.values())
 
 
-def of_tokens(cls: Any, loss: str, derived: bool = False, **options: Any) -> Any:
+def of_tokens(cls: Any, derived: bool, **options: Any) -> Any:
     """The loss in the base that `hf.trainer` gets, or in a class `derived` from its result."""
-    value = KEEPING[loss][0]
-    return runs.train(lambda base: own(value, cls(base)) if derived else cls(own(value, base)), **options)
+    made = lambda base: own(many_of_tokens, cls(base)) if derived else cls(own(many_of_tokens, base))  # noqa: E731
+    return runs.train(made, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", KEEPING)
-def test_losses_that_leave_padding_out(gloo_pool: Any, loss: str) -> None:
-    options = EVALUATED | dict(more=dict(compute_metrics=accuracy), loss=loss) | KEEPING[loss][1]
+@pytest.mark.parametrize("derived", [False, True])
+def test_losses_that_leave_padding_out(gloo_pool: Any, derived: bool) -> None:
+    options: dict[str, Any] = EVALUATED | EXPERTS | dict(more=dict(compute_metrics=accuracy), derived=derived)
+    options |= {} if derived else dict(dp=2, gradient_accumulation_steps=2)
     compare(gloo_pool, of_tokens, *runs.LOGGED, "eval_loss", "eval_accuracy", "eval_scores", **options)
 
 
-# --- what is refused, and what stays as it is -------------------------------------------------------------------------
+class OfImages(ProcessorMixin):
+    """What models of text and images have in place of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
 
 
 def refusals(cls: Any) -> dict[str, str]:
     """The error of each argument or model that is refused, most of them before training starts."""
-    from accelerate import ParallelismConfig
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
-
-    from spanwise.integrations import transformers as hf
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    sharded, replicas = runs.model_of("llama"), ParallelismConfig(dp_replicate_size=2)
+    sharded, mesh = runs.model_of("llama"), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     sharded._is_distributed_loading_by_transformers = True
     arguments: dict[str, dict[str, Any]] = {
-        "torch_compile": dict(torch_compile=True),
-        "auto_find_batch_size": dict(auto_find_batch_size=True),
-        "use_liger_kernel": dict(use_liger_kernel=True),
+        **{name: {name: True} for name in ("torch_compile", "auto_find_batch_size", "use_liger_kernel")},
+        "eval_use_gather_object": dict(eval_use_gather_object=True),
         "neftune_noise_alpha": dict(neftune_noise_alpha=5.0),
         "dispatch_batches": dict(accelerator_config={"dispatch_batches": True}),
         "batch_rebalance": dict(train_sampling_strategy="batch_rebalance"),
-        "eval_use_gather_object": dict(eval_use_gather_object=True),
-        "parallelism_config": dict(parallelism_config=replicas),
+        "parallelism_config": dict(parallelism_config=ParallelismConfig(dp_replicate_size=2)),
     }
     models = {
         "distributed_config": sharded,
-        "causal language models": LlamaForSequenceClassification(tiny.config_of("llama")),
+        "causal language models": transformers.LlamaForSequenceClassification(tiny.config_of("llama")),
         "prepared for another mesh or loss": hf.context_parallel(runs.model_of("llama"), mesh, reduce_loss=False),
+    }
+    of_grpo: dict[str, dict[str, Any]] = {
+        "generation_batch_size": dict(per_device_train_batch_size=2),
+        **{n: {n: True} for n in ("log_completions", "use_vllm", "use_transformers_continuous_batching")},
+        "takes GRPOTrainer with a tokenizer": {},
     }
     steps = {
         "attention dropout; set 0.1 to 0": dict(config=dict(attention_dropout=0.1)),
@@ -307,9 +333,19 @@ def refusals(cls: Any) -> dict[str, str]:
             act(*args, **options)
         return str(caught.value)
 
-    made = lambda model, **changes: cls(Trainer)(model, args=runs.arguments(TrainingArguments, **changes))  # noqa: E731
+    def made(model: Any, **changes: Any) -> None:
+        cls(transformers.Trainer)(model, args=runs.arguments(transformers.TrainingArguments, **changes))
+
+    def grpo(**changes: Any) -> None:
+        args = runs.arguments(trl.GRPOConfig, **dict(per_device_train_batch_size=4, num_generations=4) | changes)
+        model = runs.model_of("llama" if changes else "llava")
+        words = runs.tokenizer() if changes else OfImages(runs.tokenizer())
+        data = runs.preferences(4)
+        cls(trl.GRPOTrainer)(model, runs.digits, args=args, train_dataset=data, processing_class=words)
+
     errors = {name: error(made, runs.model_of("llama"), **changes) for name, changes in arguments.items()}
     errors |= {name: error(made, model) for name, model in models.items()}
+    errors |= {name: error(grpo, **changes) for name, changes in of_grpo.items()}
     return errors | {name: error(runs.train, cls, **options) for name, options in steps.items()}
 
 
@@ -319,17 +355,18 @@ def test_refuses_before_training(gloo_pool: Any) -> None:
 
 
 def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
-    import transformers
+    """Also those that trl derives from trainers that are right."""
 
-    from spanwise.integrations import transformers as hf
-
-    class Unknown(transformers.Trainer):
-        __module__ = "trl.trainer.unknown_trainer"
+    def class_of(base: Any, module: str) -> Any:
+        return type("Own", (base,), {"__module__": module})
 
     mesh: Any = None
+    assert hf.trainer(class_of(trl.SFTTrainer, "users"), mesh).__name__ == "ContextParallelOwn"
     for base, text in (
-        (int, "got <class 'int'>"), (Unknown, "got Unknown"), (transformers.Seq2SeqTrainer, "Seq2SeqTrainer"),
-        (hf.trainer(transformers.Trainer, mesh), "without a mesh, got ContextParallelTrainer"),
+        (int, "got <class 'int'>"), (class_of(transformers.Trainer, "trl.trainer.unknown"), "got Own"),
+        (transformers.Seq2SeqTrainer, "Seq2SeqTrainer"), (hf.trainer(transformers.Trainer, mesh), "without a mesh"),
+        (trl.RewardTrainer, "got RewardTrainer of trl"), (trl.RLOOTrainer, "got RLOOTrainer of trl"),
+        (class_of(trl.SFTTrainer, "trl.experimental.gkd.gkd_trainer"), "got Own of trl"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             hf.trainer(base, mesh)
@@ -340,28 +377,21 @@ def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
             gloo_pool.run(2, run, runs.train, **axes)
 
 
-def before_and_after(cls: Any) -> dict[str, Any]:
+def before_and_after(cls: Any) -> None:
     """A run under context parallelism, then its model and another trainer without it."""
-    import accelerate
-    import transformers
-
     model, args = runs.model_of("llama"), runs.arguments(transformers.TrainingArguments, max_steps=2)
     cut = cls(transformers.Trainer)(model, args=args, train_dataset=runs.documents(22), data_collator=runs.pad)
     cut.train()
-    batch = runs.pad(runs.documents(3, seed=9).to_list())
-    fresh = runs.model_of("llama")
+    batch, fresh = runs.pad(runs.documents(3, seed=9).to_list()), runs.model_of("llama")
     fresh.load_state_dict(model.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(**batch).logits, fresh.eval()(**batch).logits)
     whole = transformers.Trainer(fresh, args=args)
-    assert type(whole.accelerator) is accelerate.Accelerator is transformers.trainer.Accelerator
-    assert type(cut.accelerator) is not accelerate.Accelerator
+    assert type(whole.accelerator) is Accelerator is transformers.trainer.Accelerator
     assert whole.accelerator.num_processes == 2 and cut.accelerator.num_processes == 1
-    assert cut.args is args and not any("spanwise" in str(x) for x in vars(accelerate.Accelerator).values())
-    return {"config": model.config.to_dict()}
+    assert not any("spanwise" in str(x) for x in (*vars(Accelerator).values(), model.config.to_dict()))
 
 
 def test_leaves_classes_and_modules_alone(gloo_pool: Any) -> None:
     """The accelerator object alone changes its class; models keep hooks that are silent outside of the trainer."""
-    for result in gloo_pool.run(2, run, before_and_after):
-        assert "spanwise" not in str(result["config"])
+    gloo_pool.run(2, run, before_and_after)

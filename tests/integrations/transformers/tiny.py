@@ -225,19 +225,17 @@ Documents = list[torch.Tensor]
 _MIXED = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
 _CHUNKED = dict(num_hidden_layers=3, layer_types=["chunked_attention", "full_attention", "chunked_attention"])
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24}
-_LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+_DYNAMIC = _YARN | {"rope_type": "dynamic"}
+_SHORT = {"original_max_position_embeddings": 24}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8} | _SHORT
+_LONGROPE["long_factor"] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 _ROUTED = dict(output_router_logits=True, router_aux_loss_coef=0.1)
 _MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8)
 # Name of a configuration that is not called as its model type: that, and what it has otherwise.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, dynamic NTK": (
-        "llama", dict(rope_parameters=_YARN | {"rope_type": "dynamic"}, max_position_embeddings=16),
-    ),
+    "llama, dynamic NTK": ("llama", dict(rope_parameters=_DYNAMIC, max_position_embeddings=16)),
     "llama, YaRN": ("llama", dict(rope_parameters=_YARN)),
-    "phi3, longrope": (
-        "phi3", dict(rope_parameters=_LONGROPE, original_max_position_embeddings=24, sliding_window=None),
-    ),
+    "phi3, longrope": ("phi3", dict(rope_parameters=_LONGROPE, sliding_window=None, **_SHORT)),
     "qwen2, sliding": ("qwen2", dict(use_sliding_window=True, sliding_window=16, **_MIXED)),
     "qwen3_moe, auxiliary loss": ("qwen3_moe", _ROUTED),
     "mixtral, auxiliary loss": ("mixtral", _ROUTED),
@@ -245,7 +243,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", dict(intermediate_size_mlp=96, no_rope_layers=[1, 0, 1], floor_scale=8, **_CHUNKED)),
     "granite": ("granite", dict(attention_multiplier=0.1, logits_scaling=2.0)),
     "gemma2": ("gemma2", dict(attn_logit_softcapping=5.0, query_pre_attn_scalar=16)),
-    "qwen3_5": ("qwen3_5_text", {}),
     "kimi_linear": ("kimi_linear", dict(linear_num_heads=2, linear_head_dim=8)),
     "falcon_h1": ("falcon_h1", dict(mamba_d_ssm=128, **_MAMBA2)),
     "granitemoehybrid": ("granitemoehybrid", dict(shared_intermediate_size=32, **_MAMBA2)),
@@ -312,17 +309,12 @@ def batch_of(documents: Documents, form: str) -> dict[str, torch.Tensor]:
 
 def padded(documents: Documents, side: str) -> dict[str, torch.Tensor]:
     """A row for each document, padded on the left or right."""
-    length = max(len(d) for d in documents)
 
-    def row(document: torch.Tensor, fill: int) -> torch.Tensor:
-        padding = document.new_full((length - len(document),), fill)
-        return torch.cat([padding, document] if side == "left" else [document, padding])
+    def rows(parts: Documents, fill: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=fill, padding_side=side)
 
-    return {
-        "input_ids": torch.stack([row(d, 0) for d in documents]),
-        "labels": torch.stack([row(d, -100) for d in documents]),
-        "attention_mask": torch.stack([row(torch.ones_like(d), 0) for d in documents]),
-    }
+    ones = [torch.ones_like(d) for d in documents]
+    return {"input_ids": rows(documents, 0), "labels": rows(documents, -100), "attention_mask": rows(ones, 0)}
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -380,13 +372,9 @@ def errors(
 def mean_over_ranks(results: Sequence[tuple[float, dict[str, torch.Tensor]]]) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss, which is equal on all ranks, and gradients averaged as FSDP2 and DDP do."""
     assert len({loss for loss, _ in results}) == 1
-    names = {name for _, grads in results for name in grads}
-
-    def mean(name: str) -> torch.Tensor:
-        held = [grads[name] for _, grads in results if name in grads]
-        return torch.stack(held).sum(0) / len(results)
-
-    return results[0][0], {name: mean(name) for name in sorted(names)}
+    names = sorted({name for _, grads in results for name in grads})
+    held = {name: [grads[name] for _, grads in results if name in grads] for name in names}
+    return results[0][0], {name: torch.stack(held[name]).sum(0) / len(results) for name in names}
 
 
 def check(results: Sequence[Any], want: tuple[float, dict[str, torch.Tensor]]) -> None:
@@ -400,13 +388,9 @@ def train(
     model: PreTrainedModel | str, batch: Mapping[str, Any], ranks: int = 2, act: Any = None, **options: Any
 ) -> list[Any]:
     """Loss and gradients of a batch on each of so many threads as ranks, or what ``act(model, batch)`` returns."""
-    models, act = copies(model_of(model) if isinstance(model, str) else model, ranks), act or step
+    model = model_of(model) if isinstance(model, str) else model
+    models, act = [copy.deepcopy(model) for _ in range(ranks)], act or step
     return run_ranks(ranks, lambda rank, mesh: act(hf.context_parallel(models[rank], mesh, **options), batch))
-
-
-def copies(model: PreTrainedModel, number: int) -> list[PreTrainedModel]:
-    """Equal models, one a rank."""
-    return [copy.deepcopy(model) for _ in range(number)]
 
 
 def step(model: torch.nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
