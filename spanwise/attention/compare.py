@@ -43,8 +43,9 @@ class Compare(NamedTuple):
 def compare_calls(mesh: DeviceMesh, enabled: bool) -> None:
     """Compare the calls of the ranks of `mesh`, as is the default, or do not.
 
-    Every rank makes it, at the same place. Without the comparison ranks that make different calls hang, abort or
-    compute wrong numbers; a host connection for each pair of ranks is saved, and some 10 µs a call.
+    Every rank makes it, at the same place. Without the comparison ranks that make different calls, or whose plans
+    differ, hang, abort or compute wrong numbers; a host connection for each pair of ranks is saved, and some 10 µs a
+    call.
 
     >>> import torch.distributed as dist, spanwise
     >>> from torch.distributed.device_mesh import init_device_mesh

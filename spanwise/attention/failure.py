@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -188,8 +189,21 @@ def explanation(rank: int, reports: Reports, cut: set[int], trouble: str) -> tup
 def _ask(open_sends: list[dist.Work], rank: int, reports: Reports) -> str:
     """Report this rank's failure, and add the `reports` of the ranks that others wait for; returns why it could not.
 
-    Reports are numbered in their order, so that one question, for their number, serves for all ranks.
+    In a thread, because a store whose host is stopped answers no question, whatever its timeout.
     """
+    found, trouble = dict(reports), list[str]()
+    asking = threading.Thread(target=lambda: trouble.append(_asked(open_sends, rank, found)), daemon=True)
+    asking.start()
+    asking.join(GRACE + _SETTLE)
+    if asking.is_alive():
+        close(open_sends)
+        return "the group's store does not answer, for its host (usually rank 0) is stopped or busy"
+    reports.update(found)
+    return trouble[0]
+
+
+def _asked(open_sends: list[dist.Work], rank: int, reports: Reports) -> str:
+    """Reports are numbered in their order, so that one question, for their number, serves for all ranks."""
     until, seen, silent = time.monotonic() + GRACE, 0, True
     assert dist.group.WORLD is not None
     store = _torch.group_store(dist.group.WORLD)  # one for all groups

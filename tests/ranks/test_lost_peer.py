@@ -33,6 +33,8 @@ def lose(how: str) -> None:
     store: Any = dist.distributed_c10d._get_default_store()
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "raised":
         raise SystemExit(1)  # as an error of the model would, but quietly
     if how == "late":  # is back when the others have timed out, and before they give it up
@@ -188,6 +190,8 @@ SCENARIOS: dict[str, Scenario] = {
     "the store": Scenario((NEEDED, "forward", "killed", 0), (1, 2, 3), (0,), TO_ALL,
                           ("the group's store is gone, for its host .usually rank 0. has ended",),
                           {"store_in_rank_0": True}),
+    "the store stops": Scenario((NEEDED, "forward", "stopped", 0), (1, 2, 3), (0,), TO_ALL, ("store does not answer",),
+                                {"store_in_rank_0": True, "timeout": TIMEOUT}),
     "a start": Scenario((), (0, 1), (), TO_ALL, ("all ranks are there", "no communicator on "), TWO,
                         run=backend_fails),
     "compiled": Scenario((1,), (0,), (1,), "a collective of compiled code", (), TWO, COMPILES, compiles),
@@ -210,12 +214,14 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Processes
 @pytest.mark.parametrize("name", [pytest.param(name, marks=x.marks) for name, x in SCENARIOS.items()])
 def test_ranks_that_are_left_name_the_lost_one(worlds: Callable[[str], Processes], name: str) -> None:
     scenario = SCENARIOS[name]
-    outcomes = worlds(name).outcomes(but=scenario.lost if "stuck" in scenario.args else ())
+    outcomes = worlds(name).outcomes(
+        but=(0,) if "stopped" in scenario.args else scenario.lost if "stuck" in scenario.args else ()
+    )
     for rank in scenario.asked:
         error, text = outcomes[rank].error, str(outcomes[rank].error)
         assert isinstance(error, spanwise.ExchangeError), outcomes[rank]
         # A host of the store that is gone takes what others have said along.
-        assert error.lost_global == scenario.lost or (name == "the store" and 0 in error.lost), text
+        assert error.lost_global == scenario.lost or (name.startswith("the store") and 0 in error.lost), text
         # The rank may be lost before its call has been compared.
         assert re.match(rf"{scenario.what}|comparison of call \d", error.what), text
         assert text.startswith(f"{error.what} failed on rank ") and outcomes[rank].seconds < HANG
