@@ -34,12 +34,13 @@ from spanwise.planning.plan import Plan
 ATTENTION_TYPES = {"flex": "block_mask", "sdpa": "attn_mask", "varlen": "cu_seq_q"}
 _TENSORS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v"}
 _MASKS = ("block_mask", "attn_mask", "mask", "plan", "cu_seq_q", "cu_seq_k")
-_UNREAD = ("max_q", "max_k", "enable_gqa", "is_causal", "scale", "score_mod")  # the plan and the shapes know the first
+_UNREAD = ("max_q", "max_k", "scale", "score_mod")  # the plan knows the first two
 # Other arguments of torch's attention calls, with the values that change nothing. The plan's mask alone decides what is
 # visible, so that a window could contradict it.
 _IGNORABLE: dict[str, tuple[Any, ...]] = {
-    "dropout_p": (0,), "return_lse": (False,), "return_aux": (None,), "kernel_options": (None,),
-    "window_size": (None, (-1, -1)), "seqused_k": (None,), "block_table": (None,), "num_splits": (None,),
+    "dropout_p": (0,), "enable_gqa": (False, True), "is_causal": (False, None), "return_lse": (False,),
+    "return_aux": (None,), "kernel_options": (None,), "window_size": (None, (-1, -1)), "seqused_k": (None,),
+    "block_table": (None,), "num_splits": (None,),
 }  # fmt: skip
 
 
@@ -157,14 +158,22 @@ class ContextParallel(ParallelStyle):
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], Plan | RankPlan, dict[str, Any]]:
         """q, k, v, the plan, and options from a call of the wrapped module; refuses everything else."""
-        bound = signature.bind_partial(*args, **kwargs)
+        try:
+            bound = signature.bind_partial(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(
+                f"the wrapped attention, called as its signature {signature} does not allow: {error}"
+            ) from None
         bound.apply_defaults()
-        call = {
-            name: value for name, value in bound.arguments.items()
-            if signature.parameters[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        } | bound.kwargs  # fmt: skip
+        call = dict(bound.arguments)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                call |= call.pop(name)
+            elif parameter.kind is parameter.VAR_POSITIONAL and not call[name]:
+                del call[name]
+        causal = call.get("is_causal") is True
         for name, value in call.items():
-            if name in (*_TENSORS, *_MASKS, *_UNREAD):
+            if name in (*_TENSORS, *_MASKS, *_UNREAD) or (name == "is_causal" and causal):
                 continue
             if isinstance(value, torch.Tensor) or value not in _IGNORABLE.get(name, ()):
                 shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -180,7 +189,7 @@ class ContextParallel(ParallelStyle):
         if any(value is not given[0][1] for _, value in given):
             raise ValueError(f"the wrapped attention was given two masks, {[name for name, _ in given]}")
         plan = given[0][1] if given else self.plan
-        causal, mask = call.get("is_causal") is True, ATTENTION_TYPES[self.attention_type]
+        mask = ATTENTION_TYPES[self.attention_type]
         if not isinstance(plan, (Plan, RankPlan)):
             what = "is_causal=True" if causal else "a call without a mask"
             raise ValueError(

@@ -273,7 +273,7 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
     wanted = (num_ranks // inner, inner) if 1 < inner < num_ranks else (num_ranks,)
     if inner > 1 and shape == (num_ranks // inner, inner):
         return mesh.get_local_rank(0) * inner + mesh.get_local_rank(1)
-    if shape not in (wanted, (*wanted, 1)):
+    if shape != wanted and (len(wanted) > 1 or shape != (num_ranks, 1)):
         raise ValueError(
             f"the plan is for {num_ranks} ranks, a cp mesh of shape {wanted}, got {shape} with axes "
             f"{mesh.mesh_dim_names}; pass the cp axes, as in mesh['cp'] or mesh['cp_outer', 'cp_inner'], or make one "

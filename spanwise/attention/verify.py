@@ -33,7 +33,6 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3.5e-2
 _DENSE_LIMIT = 4096
 _PLAN_NAMES = ("plan", "block_mask", "attn_mask")
 Cells = tuple[tuple[int, int], ...]
-_NOT_PROBED = ("position_ids", "attention_mask")  # they are not what a token says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +269,7 @@ def _leaks(problem: _Problem, tokens: list[int], must: np.ndarray, may: np.ndarr
     their operands in memory. So a leak is a change beyond four roundings and one in 10^6 of the largest output.
     """
     plan, dim = problem.plan, problem.dim
-    kept = (*_NOT_PROBED, *(["q"] if plan.kv_layout != plan.layout else []))
+    kept = ("position_ids", "attention_mask", *(["q"] if plan.kv_layout != plan.layout else []))
 
     def outputs(token: int | None) -> torch.Tensor:
         values = []
@@ -366,9 +365,11 @@ def gradients(
     held = [x.grad for x in of]
     for x in of:
         x.grad = None
-    if out.requires_grad and len(of):
-        # FSDP2 reduces in hooks of other tensors, which write to .grad.
-        out.backward(cotangent.to(out.dtype), inputs=None if isinstance(fn, nn.Module) else list(of))
+    if isinstance(fn, nn.Module) and any(isinstance(module, FSDPModule) for module in fn.modules()):
+        out.backward(cotangent.to(out.dtype))  # FSDP2 reduces in hooks of other tensors, which write to .grad
+    elif out.requires_grad and len(of):  # runs no hook, such as an optimizer's in the backward
+        for x, grad in zip(of, torch.autograd.grad(out, of, cotangent.to(out.dtype), allow_unused=True), strict=True):
+            x.grad = grad
     grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in of]
     for x, before in zip(of, held, strict=True):
         x.grad = before
@@ -393,8 +394,7 @@ def error_of(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh
     """Largest error of a rank's `x` on all ranks, over the largest entry of the `whole` tensor."""
     scale = whole.detach().double().abs().amax().clamp(min=1e-30) if whole.numel() else torch.tensor(1.0)
     worst = (x.double() - reference.double()).abs().amax() if x.numel() else torch.zeros((), device=x.device).double()
-    # A maximum over ranks may drop nan; inf stays.
-    worst = torch.where(worst.isnan(), torch.full_like(worst, math.inf), worst)
+    worst = worst.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may drop nan
     if mesh is not None:
         worst = failure.all_reduce(worst, "max", mesh, "an error")
     return float(worst / scale)

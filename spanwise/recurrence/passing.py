@@ -69,8 +69,9 @@ def _maps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | Non
     cut, before = (table.tokens, table.order, table.counts, 1.0), v.new_zeros(number, heads, keys, values)
     if beta is None:
         b = _ops.run(q, k, v, log_decay, None, before, *cut)[1]
-        sums = log_decay.new_zeros(number + 1, *log_decay.shape[1:]).index_add(0, route.through, log_decay)
-        return torch.cat([sums[:-1].exp().flatten(1), b.flatten(1)], dim=1)
+        decay = log_decay.double()  # a run has 100,000s of tokens, and float32 would lose 5 digits of their sum
+        sums = decay.new_zeros(number + 1, *decay.shape[1:]).index_add(0, route.through, decay)
+        return torch.cat([sums[:-1].exp().to(b.dtype).flatten(1), b.flatten(1)], dim=1)
     # The columns of A are states that begin as the identity and get no values.
     columns = torch.eye(keys, dtype=v.dtype, device=v.device).expand(*before.shape[:2], -1, -1)
     wide, both = F.pad(v, (0, keys)), torch.cat([before, columns], dim=-1)

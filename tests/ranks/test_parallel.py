@@ -214,6 +214,11 @@ class NoMask(nn.Module):
         return q
 
 
+class Rest(nn.Module):
+    def forward(self, q, k, v, *rest, attn_mask=None):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, *rest)
+
+
 def packed(layer: Any, t: Any, plan: Any, mesh: Any) -> Any:
     return layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan)
 
@@ -230,6 +235,9 @@ WRONG: list[tuple[Callable[..., Any], str, type[nn.Module], dict[str, Any]]] = [
     (lambda layer, t, plan, mesh: layer(*t, plan, window=3), "window=3", SDPA, {}),
     (lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"got \['k', 'q'\]", SDPA, {}),
     (lambda layer, t, plan, mesh: layer(*t, plan, block_mask=DENSE), "two masks", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, plan, attn_mask=plan), "multiple values", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, plan, is_causal=1), "is_causal=1", SDPA, {}),
+    (lambda layer, t, plan, mesh: layer(*t, 0.5, attn_mask=plan), r"rest=\(0.5,\)", Rest, {}),
     (with_mask, "'flash'", SDPA, {"kernel": "flash"}),
     (with_mask, "'window'", SDPA, {"mask_name": "window"}),
     (packed, "'varlen'", SDPA, {}),
@@ -262,6 +270,7 @@ def test_calls_and_modules_that_cannot_be_right_are_refused(
         ((2, 2), (4,), ("cp",), r"\(2, 2\), got \(4,\)"),
         (4, (2, 2), ("outer", "inner"), r"\(4,\), got \(2, 2\) with axes \('outer', 'inner'\)"),
         ((4, 2), (2, 4), ("outer", "inner"), r"\(4, 2\), got \(2, 4\)"),
+        ((2, 2), (2, 2, 1), ("outer", "inner", "tp"), r"\(2, 2\), got \(2, 2, 1\)"),
     ],
 )
 def test_a_mesh_that_the_plan_does_not_fit(num_ranks: Any, shape: Any, axes: Any, names: str) -> None:

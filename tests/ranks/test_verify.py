@@ -205,6 +205,13 @@ def test_what_cannot_be_verified_is_refused(names: str) -> None:
         REFUSED[names]()
 
 
+def test_hooks_of_an_optimizer_in_the_backward_do_not_run() -> None:
+    model = Model(None)
+    for parameter in filter(lambda x: x.requires_grad, model.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda x: pytest.fail("the optimizer would step"))
+    assert spanwise.verify(model, ONE, None, inputs=[torch.randn(1, 8, 8)]).ok
+
+
 # ---------------------------------------------------------------- parameters sharded by FSDP2 or tensor parallelism
 
 SHARDED = plan_of(2, mask=SpanMask.documents([0, 1, 10, 24]))

@@ -129,6 +129,28 @@ def test_normalized_queries_and_keys() -> None:
     torch.testing.assert_close(got, recurrence.gated_delta(*unit, *rest, route))
 
 
+def test_small_decays_of_long_runs_keep_their_digits() -> None:
+    """In float32: errors of four ranks are at most twice those of one. Equal decays round all in one direction."""
+    length = 2**16
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, cotangent = (torch.randn(length, 1, 2, generator=draw) for _ in range(4))
+    given = [q, k, v, torch.full((length, 1), -1e-4)]
+
+    def results(ranks: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        plan = plan_of([0, length], ranks, "contiguous")
+
+        def on_rank(rank: int, mesh: Any) -> list[torch.Tensor]:
+            inputs = [plan.shard(x.to(dtype), rank, dim=0).requires_grad_() for x in given]
+            out = recurrence.gated_linear(*inputs, recurrence.recurrence_route(plan, mesh), scale=1.0)
+            return [out.detach(), *torch.autograd.grad(out, inputs, plan.shard(cotangent.to(dtype), rank, dim=0))]
+
+        return [torch.cat(of_ranks).double() for of_ranks in zip(*run_ranks(ranks, on_rank), strict=True)]
+
+    exact, one, four = results(1, torch.float64), results(1, torch.float32), results(4, torch.float32)
+    for wanted, alone, cut in zip(exact, one, four, strict=True):
+        assert (cut - wanted).abs().max() <= 2 * (alone - wanted).abs().max()
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 5))
 def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, ranks: int) -> None:
