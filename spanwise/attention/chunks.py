@@ -19,7 +19,7 @@ from spanwise import _torch
 from spanwise.attention.executor import GATHERED, RankStep
 from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.layouts.runs import places_in, ragged_arange
-from spanwise.layouts.traffic import num_rows, row_of
+from spanwise.layouts.traffic import num_rows
 from spanwise.masks.arrays import Int64
 from spanwise.masks.span_mask import SpanMask
 from spanwise.masks.spans import merge_runs
@@ -59,7 +59,7 @@ class _Builder:
     def own_runs(self) -> list[Int64]:
         """Runs of the keys that the group holds, for each batch row."""
         layout = self.plan.kv_groups
-        return [layout.runs(self.group, row_of(layout, row)) for row in range(self.rows)]
+        return [layout.runs(self.group, row) for row in range(self.rows)]
 
     def chunks(self) -> tuple[Chunk, ...]:
         route, own = self.plan.route(self.mask), self.own_runs()
@@ -158,10 +158,7 @@ class _Builder:
             flat: concatenate the rows along one dim, as they receive different numbers of keys; otherwise stack them.
         """
         of, queries, rows = self.plan.mask(self.mask), self.plan.groups, len(keys)
-        masks = [
-            of.row(row_of(of, row)).select(queries.runs(self.group, row_of(queries, row)), runs)
-            for row, runs in enumerate(keys)
-        ]
+        masks = [of.row(row).select(queries.runs(self.group, row), runs) for row, runs in enumerate(keys)]
         mask = _one_after_another(masks) if flat else SpanMask.stack(masks)
         key_tokens = index_rows([np.concatenate(keys)] if flat else keys, spare, dtype=np.int32)
         if mask.kv_len != key_tokens.shape[1]:

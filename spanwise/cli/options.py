@@ -112,7 +112,7 @@ class OverlapOptions:
         dynamic_size: the value of each size that a loaded graph leaves open.
         hardware: a preset, or a file that calibrate wrote.
         budget: most that a graph may hold. Default: its own peak and 1 GiB or 5 % more.
-        bucket: merge collectives where that gains.
+        no_bucket: do not merge collectives.
         split: cut collectives of activations, and the compute beside them, into pieces where that gains; slow.
         torch: compare with PyTorch's own overlap pass, and with ours without buckets.
         trace: file for Chrome's trace events, for ui.perfetto.dev.
@@ -141,7 +141,7 @@ class OverlapOptions:
     dynamic_size: int = 4096
     hardware: Preset = "h100"
     budget: Bytes = None
-    bucket: bool = True
+    no_bucket: bool = False
     split: bool = False
     torch: bool = False
     trace: Output = None

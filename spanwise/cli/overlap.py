@@ -180,7 +180,9 @@ def _figures(
 ) -> Graph:
     try:
         with working(f"scheduling the {name}: {len(gm.graph.nodes):,} nodes"):
-            result = optimize(gm, model, memory_budget=options.budget, bucket=options.bucket, split=options.split)
+            result = optimize(
+                gm, model, memory_budget=options.budget, bucket=not options.no_bucket, split=options.split
+            )
     except GraphError as error:
         hint = "; say which ranks it has with --group NAME=RANKS" if "no process group" in str(error) else ""
         raise ValueError(f"{name}: {error}{hint}") from error
@@ -206,7 +208,7 @@ def _peers(
             except Exception as error:  # raised by PyTorch's graph code; ours goes on
                 note = f"{what} cannot run here: {type(error).__name__}: {error}"
                 break
-    if options.bucket:
+    if not options.no_bucket:
         with working(f"scheduling the {name} without buckets"):
             plain = optimize(gm, model, memory_budget=options.budget, bucket=False, split=options.split)
         found["spanwise, reorder"] = plain.timeline

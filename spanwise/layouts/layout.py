@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from spanwise.layouts.runs import overlaps, ragged_arange
 from spanwise.masks.arrays import Int64
-from spanwise.masks.checks import check_below, check_positive, check_shape, int_array
+from spanwise.masks.checks import check_below, check_positive, check_row, check_shape, int_array
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -123,7 +123,7 @@ class Layout:
         array([[0, 2],
                [6, 7]])
         """
-        row = self._check_row(row)
+        row = check_row(row, self.batch_size)
         lo, hi = self._offsets[row, check_below(rank, self.num_ranks, "rank") : rank + 2]
         return self._rows[row][lo:hi]
 
@@ -183,7 +183,7 @@ class Layout:
         >>> Layout([layout.pieces()], layout.num_ranks, layout.seq_len) == layout
         True
         """
-        row = self._check_row(row)
+        row = check_row(row, self.batch_size)
         ranks = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
         return np.column_stack([ranks, self._rows[row]])
 
@@ -286,9 +286,6 @@ class Layout:
     def _count_tokens(self, row: int) -> Int64:
         total = np.append(0, np.cumsum(self._rows[row][:, 1] - self._rows[row][:, 0]))
         return np.diff(total[self._offsets[row]])
-
-    def _check_row(self, row: int) -> int:
-        return check_below(row, self.batch_size, "row") if row < 0 or self.batch_size > 1 else 0
 
 
 def _canonical(given: ArrayLike, num_ranks: int, seq_len: int) -> Int64:

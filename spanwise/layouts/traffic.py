@@ -21,11 +21,6 @@ from spanwise.masks.span_mask import SpanMask
 Needs = list[list[Int64]]  # for each batch row and group: runs of keys, [n, 2]
 
 
-def row_of(x: SpanMask | Layout, row: int) -> int:
-    """The row of a mask or layout that serves batch row ``row``; a single row serves all."""
-    return row if x.batch_size > 1 else 0
-
-
 def num_rows(mask: SpanMask, layout: Layout) -> int:
     """Batch rows that differ in mask or layout; a single row serves all."""
     return max(mask.batch_size, layout.batch_size)

@@ -56,6 +56,12 @@ def check_below(value: SupportsIndex, stop: int, name: str, of: str = "") -> int
     return number
 
 
+def check_row(value: SupportsIndex, rows: int) -> int:
+    """The row out of `rows` that serves a batch row; a single one serves all."""
+    index = check_index(value, "row")
+    return 0 if rows == 1 and index >= 0 else check_below(index, rows, "row")
+
+
 def check_finite(value: Any, name: str, *, positive: bool = False, like: str = "") -> None:
     """``ValueError`` unless `value` is a finite number, above 0 if `positive`; `like` ends the message."""
     if not (0 if positive else -math.inf) < value < math.inf:

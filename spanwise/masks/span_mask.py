@@ -15,13 +15,7 @@ import numpy as np
 
 from spanwise.masks import blocks, slices, spans
 from spanwise.masks.arrays import Int8, Int32, Int64
-from spanwise.masks.checks import (
-    check_below,
-    check_length,
-    check_positive,
-    check_runs,
-    check_spans,
-)
+from spanwise.masks.checks import check_length, check_positive, check_row, check_runs, check_spans
 from spanwise.masks.named import NamedMasks
 from spanwise.masks.offsets import common
 
@@ -199,12 +193,12 @@ class SpanMask(NamedMasks):
         return blocks.block_table(self, check_positive(block_size, "block_size"))
 
     def row(self, b: SupportsIndex) -> SpanMask:
-        """The mask of batch row ``b``, ``0 <= b < batch_size``, as an unbatched mask.
+        """The mask of batch row ``b``, as an unbatched mask; a mask of batch size 1 serves every row.
 
         >>> SpanMask.stack([SpanMask.causal(4), SpanMask.full(4)]).row(1) == SpanMask.full(4)
         True
         """
-        index = check_below(b, self.batch_size, "batch row")
+        index = check_row(b, self.batch_size)
         if self.batch_size == 1:
             return self
         row = slice(index, index + 1)

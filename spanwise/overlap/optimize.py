@@ -62,7 +62,8 @@ def optimize(
             not fit `memory_budget` otherwise or is shorter so. `gm` has both; `cost` must price the copies, as a
             `CostModel` does. Not together with `split` or symbolic sizes.
         multiplier: factor on the time of collectives during the search, for costs that are guesses.
-        effort: most orders to try; default: `search.default_effort`. More never find a longer one without buckets.
+        effort: most orders to try at each of up to seven budgets; default: `search.default_effort`. Without buckets,
+            more effort never gives a longer order.
         sizes: numbers for symbolic sizes while the graph is scheduled, by symbol (``{"s0": 4096}``), or one for all.
             Give all ranks the same.
         links: names of links by process group: groups of one link run one after the other on it. Default: as `cost`
@@ -74,8 +75,8 @@ def optimize(
     Raises:
         TypeError: `gm` is no fx.GraphModule.
         GraphError: the graph cannot be scheduled, or a cost is invalid; names the node. See `to_dag`.
-        ValueError: no order within the budget was found (the text has the least peak found); or an invalid
-            multiplier, limit, effort or size.
+        ValueError: no order within the budget was found (the text has the least peak found); `offload` without a
+            budget, or with `split` or symbolic sizes; or an invalid memory_budget, multiplier, effort or size.
 
     >>> from spanwise.overlap.fx.capture import CaptureConfig, capture
     >>> config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")

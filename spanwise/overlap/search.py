@@ -6,9 +6,9 @@
     4. all of that at each of a few budgets up to the given one, in turns; larger ones adopt what smaller ones find
     5. each best schedule with its collectives started earlier and waited for later
 
-The graph's own order is a candidate, so the result is never longer. What is tried at a budget depends on no larger one
-and on no later turn: more memory or more effort adds candidates and removes none. The same input gives the same order
-everywhere.
+The graph's own order is a candidate, so the result is never longer, unless its own peak exceeds the budget. What is
+tried at a budget depends on no larger one and on no later turn: more memory or more effort adds candidates and removes
+none. The same input gives the same order everywhere.
 """
 
 from __future__ import annotations

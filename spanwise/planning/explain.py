@@ -9,7 +9,7 @@ from spanwise.units import num_bytes, seconds as as_text
 
 def describe_exchange(plan: PlanData) -> str:
     """How K/V travel, on one line: "heads traded (Ulysses) among 2 ranks"."""
-    between = f"exchange {plan.exchange}, chunks {plan.stages}"
+    between = f"exchange {plan.exchange}"
     if plan.inner == 1:
         return between
     inside = f"heads traded (Ulysses) among {plan.inner} ranks"
@@ -28,7 +28,8 @@ def explain(plan: PlanData) -> str:
         work, recv, needed = plan.work(name), plan.recv_tokens(name), plan.needed_tokens(name)
         lines.append(
             f"mask {name!r} (weight {plan.weights[name]:g}): work {work.mean():,.0f} pairs a rank, imbalance "
-            f"{plan.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens, reads {needed.mean():,.0f}"
+            f"{plan.imbalance(name):.3f}; receives {recv.mean():,.0f} K/V tokens "
+            f"(chunks: {plan.num_chunks(name)}), reads {needed.mean():,.0f}"
         )
         if plan.hardware.groups_on_a_host(plan.num_ranks) is not None:
             lines.append(f"  {describe_hosts(plan, name)}")
@@ -44,7 +45,7 @@ def explain(plan: PlanData) -> str:
         lines.append(f"predicted on {plan.hardware.name}: {parts}")
     for tried in plan.candidates:
         lines.append(
-            f"considered {tried.balancer}, {tried.exchange}, chunks {tried.stages}"
+            f"considered {tried.balancer}, {tried.exchange}, stages {tried.stages}"
             f"{', recurrent layers contiguous' if tried.relayout else ''}: imbalance "
             f"{tried.imbalance:.3f}, receives {tried.recv_mean:,.0f} tokens, {as_text(tried.seconds['total'])}"
         )

@@ -25,6 +25,7 @@ from spanwise.layouts.layout import Layout
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.traffic import Readings
 from spanwise.masks.arrays import Int64
+from spanwise.masks.checks import check_below, check_row
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, Exchange, resolve, route_of
@@ -146,9 +147,7 @@ class PlanData:
 
     def runs(self, rank: int, row: int = 0) -> Int64:
         """Token runs of ``rank`` in batch row ``row``, int64 ``[n, 2]``. One layout row serves every batch row."""
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
-        return self.layout.runs(rank, row if self.layout.batch_size > 1 else 0)
+        return self.layout.runs(rank, row)
 
     @functools.cached_property
     def causal(self) -> tuple[str, ...]:
@@ -226,7 +225,7 @@ class PlanData:
         array([[2, 4]])
         """
         rows = self.readings(mask).needs
-        return rows[row if len(rows) > 1 else 0][rank // self.inner]
+        return rows[check_row(row, len(rows))][check_below(rank, self.num_ranks, "rank") // self.inner]
 
     def needed_tokens(self, mask: str = "default") -> Int64:
         """K/V tokens that each rank reads and its group does not own, summed over batch rows; int64 ``[num_ranks]``.

@@ -219,20 +219,24 @@ def _check(name: str, problem: RouteProblem, steps: Steps) -> None:
 
     def must_hold(runs: Int64, has: Int64, promise: str) -> None:
         missing = subtract_runs(merge_runs(*runs.T), merge_runs(*has.T))
-        must(not len(missing), f"group {missing[:1, 0] // length % size} {promise}")
+        for key in missing[:1, 0].tolist():
+            must(False, f"group {key // length % size} {promise}")
 
+    listed = isinstance(steps, list | tuple) and all(isinstance(step, tuple) and len(step) == 2 for step in steps)
+    must(listed, f"its function must return a list of Step, got {steps!r}")
     # Runs of all groups and batch rows lie one after the other on one line.
     row, group, start, stop = problem.owned().T
     has = [np.column_stack([start, stop]) + ((row * size + group) * length)[:, None]]  # then what each step brings
     for i, (source, moves) in enumerate(steps):
         table = isinstance(moves, np.ndarray) and moves.dtype == np.int64 and moves.ndim == 2 and moves.shape[1] == 5
         must(table, f"moves must be int64 [m, 5] of row, receiver, sender, start, stop, got {moves!r} in step {i}")
-        must(isinstance(source, int) and -1 <= source < i, f"source must be -1 or an earlier step, got {source!r}")
-        must(source < 0 or len(steps[source].moves), f"step {i} sends rows of step {source}, which brings none")
-        bounds = ((ROW, rows), (RECEIVER, size), (SENDER, size), (START, length), (STOP, length + 1))
-        for column, high in bounds:
-            inside = (moves[:, column] >= (EVERYONE if column == RECEIVER else 0)) & (moves[:, column] < high)
-            must(inside.all(), f"column {column} of moves must be in [0, {high}), in step {i}")
+        earlier = isinstance(source, int | np.integer) and -1 <= source < i
+        must(earlier, f"source must be -1 or an earlier step, got {source!r}")
+        must(source < 0 or len(steps[source][1]), f"step {i} sends rows of step {source}, which brings none")
+        low, high = (0, EVERYONE, 0, 0, 0), (rows, size, size, length, length + 1)
+        for column, of in enumerate(("row", "receiver", "sender", "start", "stop")):
+            inside = (moves[:, column] >= low[column]) & (moves[:, column] < high[column])
+            must(inside.all(), f"the {of} of a move must be in [{low[column]}, {high[column]}), in step {i}")
         moved = (moves[:, START] < moves[:, STOP]) & (moves[:, RECEIVER] != moves[:, SENDER])
         must(moved.all(), "a move is of a token at least, and to another group")
         if EVERYONE in moves[:, RECEIVER]:

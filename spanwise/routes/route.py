@@ -52,7 +52,7 @@ class RouteProblem:
         needs: for each batch row and group, the runs of keys that it reads and does not hold, int64 ``[n, 2]``.
         pairs: tokens of these by pair of groups, int64 ``[receivers, senders]``.
         layout: the keys that each group holds.
-        num_chunks: in how many chunks the keys should come.
+        num_chunks: in how many chunks the keys should come; always 1 for a function of the caller.
         block_size: tile in tokens.
         host_groups: groups on a host; all of them where no host holds several.
     """
@@ -78,13 +78,9 @@ class RouteProblem:
             found.append(_cut_by_owner(self.layout, row, receiver, np.concatenate(runs_of)))
         return np.concatenate(found)
 
-    def held(self, row: int) -> Int64:
-        """What the groups hold in a batch row, int64 ``[n, 3]``: group, start, stop; ascending by group, then start."""
-        return self.layout.pieces(row)
-
     def owned(self) -> Int64:
-        """`held` of all batch rows, int64 ``[n, 4]``: batch row, group, start, stop."""
-        return np.concatenate([np.insert(self.held(row), 0, row, axis=1) for row in range(len(self.needs))])
+        """What the groups hold, int64 ``[n, 4]``: batch row, group, start, stop; ascending by row, group, start."""
+        return np.concatenate([np.insert(self.layout.pieces(row), 0, row, axis=1) for row in range(len(self.needs))])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -249,7 +249,8 @@ def test_a_file_runs_code_only_if_it_is_trusted(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):  # of what the file made, which is no graph
         run("overlap", "--load", tmp_path / "g", "--trust")
     assert (tmp_path / "was-run").exists()
-    assert "may run code" in run("overlap", "--help").said
+    said = run("overlap", "--help").said
+    assert "may run code" in said and "do not merge collectives. (default: False)" in said
 
 
 @pytest.mark.parametrize(

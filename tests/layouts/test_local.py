@@ -58,7 +58,7 @@ def test_any_masks_of_any_batch(seed, num_ranks):
     assert layout == Local().assign(problem, num_ranks) == assign_layout("local", problem, num_ranks)
     assert layout.batch_size == problem.batch_size and np.ptp(layout.tokens_per_rank) <= 1
     for row in range(problem.batch_size):  # each row is assigned as if it were alone
-        alone = {name: mask.row(row if mask.batch_size > 1 else 0) for name, mask in masks.items()}
+        alone = {name: mask.row(row) for name, mask in masks.items()}
         same = Local().assign(LayoutProblem(alone, weights=problem.weights), num_ranks)
         np.testing.assert_array_equal(layout.pieces(row), same.pieces())
 

@@ -200,7 +200,7 @@ def test_a_million_tokens_stay_small():
             lambda: SpanMask.stack([SpanMask.causal(8)] * 2) & SpanMask.stack([SpanMask.causal(8)] * 3),
             "equal batch sizes, or one of them 1, got 2 and 3",
         ),
-        (lambda: SpanMask.causal(8).row(1), r"batch row must be in \[0, 1\), got 1"),
+        (lambda: SpanMask.causal(8).row(-1), r"row must be in \[0, 1\), got -1"),
         (lambda: SpanMask.stack([SpanMask.causal(7), SpanMask.causal(3)]), r"\(3, 3\), \(7, 7\)"),
         (lambda: SpanMask.causal(8).select([[0, 9]], [[0, 8]]), r"q_runs .* inside \[0, 8\), but run 0 is \[0, 9\]"),
         (lambda: SpanMask.causal(8).select([[0, 8]], [[4, 6], [5, 8]]), r"run 1 is \[5, 8\] after \[4, 6\]"),

@@ -218,6 +218,12 @@ def test_bad_input(given: dict, message: str) -> None:
         make_plan(**{"mask": DOCUMENTS, "num_ranks": 2} | given)
 
 
+def test_needs_are_of_a_rank_and_a_row() -> None:
+    for rank, row in ((-1, 0), (4, 0), (0, -1)):
+        with pytest.raises(ValueError, match=r"must be in \[0, "):
+            make_plan(DOCUMENTS, 4).needs(rank, row=row)
+
+
 def test_planning_reads_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("planning touched torch.distributed")
