@@ -84,6 +84,8 @@ def test_position_ids(cu: list[int], start: int, chunk: int | None) -> None:
     assert offsets(batch) == ([cu] if cu == [0, len(positions)] else [cu, [0, len(positions)]])
     ends = [*cu, 2 * len(positions)]
     assert Packing.from_position_ids(two) == Packing(ends)
+    skipped = positions + start * np.repeat(np.arange(len(cu) - 1), np.diff(cu)) * 2 * len(positions)  # not from 0
+    assert Packing.from_position_ids(skipped[None]) == Packing(cu)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4), st.booleans())
