@@ -167,9 +167,14 @@ class Handed:
 def check_compiling() -> None:
     """``NotImplementedError`` in compiled code where this torch would compute wrong gradients."""
     if not COMPILES and torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"torch {torch.__version__} cannot compile context parallelism; use torch 2.12 or newer, or do not compile"
-        )
+        version = torch.__version__
+        raise NotImplementedError(f"torch {version} cannot compile context parallelism; use torch 2.12 or newer")
+
+
+def check_first_order() -> None:
+    """``NotImplementedError`` in a backward under ``create_graph=True``; call it before any collective."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError("no second derivatives through context parallelism; leave create_graph=True out")
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -197,9 +202,7 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 def comparison_device(group: dist.ProcessGroup) -> torch.device:
     """Where a small eager collective can run: the CPU unless the group serves only accelerators."""
     devices = {device.type for device in group._device_types}
-    if not devices or "cpu" in devices:
-        return torch.device("cpu")
-    return torch.device(sorted(devices)[0])
+    return torch.device("cpu" if not devices or "cpu" in devices else min(devices))
 
 
 def register_pytree_dataclass(cls: type, *, static: tuple[str, ...] = ()) -> type:

@@ -21,12 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import _torch
 from spanwise.attention import failure, ulysses
-from spanwise.attention._limits import (
-    check_shapes,
-    check_transforms,
-    fix_sizes,
-    with_sinks,
-)
+from spanwise.attention._limits import check_shapes, check_transforms, fix_sizes, with_sinks
 from spanwise.attention.compact import Compact, check_rows
 from spanwise.attention.compare import Compare, compare_backward, compare_call, eager, plain, tells_refusals
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel

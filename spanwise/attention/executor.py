@@ -226,7 +226,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        check_first_order()
+        _torch.check_first_order()
         *order, like = ctx.saved_tensors if ctx.empty is None else (*ctx.saved_tensors, ctx.empty)
         # After the saved tensors: a checkpoint recomputes for them, and compares that.
         if ctx.link.call is not None:
@@ -272,14 +272,6 @@ def _anchor(rows: torch.Tensor, sums: bool) -> torch.Tensor:
     """
     dtype = torch.promote_types(rows.dtype, torch.float32) if sums else rows.dtype
     return rows.new_empty((), dtype=dtype).expand(rows.shape)
-
-
-def check_first_order() -> None:
-    """``NotImplementedError`` in a backward under ``create_graph=True``; call it before the collective."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "second derivatives through an exchange of K/V are not supported; call backward without create_graph=True"
-        )
 
 
 def returned(pending: torch.Tensor) -> torch.Tensor:

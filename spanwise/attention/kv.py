@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from spanwise import _torch
 from spanwise.attention.compact import Compact
 from spanwise.attention.compare import Compared
-from spanwise.attention.executor import Link, RankStep, Tensors, bring, check_first_order
+from spanwise.attention.executor import Link, RankStep, Tensors, bring
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part, not_saving
 from spanwise.attention.rank_plan import RankPlan, outer_link
@@ -193,7 +194,7 @@ class _RefetchInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        check_first_order()
+        _torch.check_first_order()
         ctx.refetch.finish(ctx.i + 1)
         ctx.refetch.start(ctx.i)
         return None, None, *grads

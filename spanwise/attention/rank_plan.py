@@ -269,6 +269,7 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
         if num_ranks == 1:
             return 0
         raise ValueError(f"the plan is for {num_ranks} ranks and needs their mesh; got mesh=None")
+    check_mesh(mesh)
     shape = tuple(mesh.shape)
     wanted = (num_ranks // inner, inner) if 1 < inner < num_ranks else (num_ranks,)
     if inner > 1 and shape == (num_ranks // inner, inner):
@@ -287,11 +288,16 @@ def mesh_of(local: RankPlan, mesh: DeviceMesh | None) -> DeviceMesh | None:
     own = local.mesh
     if mesh is None or mesh is own:
         return own
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh, got a {type(mesh).__name__}; name other arguments, as in x=x")
+    check_mesh(mesh)
     if local.num_ranks > 1 and own is not None and mesh != own:
         raise ValueError(f"the rank plan has the mesh {own}, the call {mesh}; leave mesh out, or use plan.local(mesh)")
     return mesh
+
+
+def check_mesh(mesh: object) -> None:
+    """``ValueError`` for anything but a mesh or None."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got a {type(mesh).__name__}; name other arguments, as in x=x")
 
 
 def check_plan(plan: object, caller: str) -> None:

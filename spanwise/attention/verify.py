@@ -105,10 +105,10 @@ def verify(
 ) -> VerifyReport:
     """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
 
-    Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)`` or
-    ``fn(q, k, v, plan, mesh)``, or a `ContextParallel` module. It is compared with dense float64 attention under the
-    plan's mask. Padding of the plan's packing must give zeros, and is not probed. In cross attention the probed tokens
-    are keys.
+    Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)``, or a `ContextParallel`
+    module. A parameter `mesh` gets the mesh if the plan's is named plan, block_mask or attn_mask. It is compared with
+    dense float64 attention under the plan's mask. Padding of the plan's packing must give zeros, and is not probed. In
+    cross attention the probed tokens are keys.
 
     With `inputs`, it is a model ``fn(*input_shards, plan)``, or ``fn(**input_shards, plan=plan)`` for inputs by name.
     It returns ``[B, T, …]``, or an object with ``logits``, or a tuple that begins with it. It is compared with itself

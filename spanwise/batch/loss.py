@@ -17,6 +17,7 @@ from spanwise import _torch
 from spanwise.attention import failure
 from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import Compare, compare_call, compared, plain, scalar, tells_refusals
+from spanwise.attention.rank_plan import check_mesh
 from spanwise.batch.token_scores import IGNORE_INDEX, Scoring, check_labels, check_vocabulary, score
 
 
@@ -144,8 +145,8 @@ def _over_ranks(
         x: logits or hidden states, of which ranks may have different numbers.
         facts: more of what must be equal on all ranks.
     """
-    mesh = None if mesh is None or mesh.size() == 1 else mesh
-    compare = None
+    check_mesh(mesh)
+    mesh, compare = None if mesh is None or mesh.size() == 1 else mesh, None
     if mesh is not None:  # after the labels were checked: a rank that raises has not made the call
         kind = None if num_valid is None else "a tensor" if isinstance(num_valid, torch.Tensor) else "a number"
         grad = torch.is_grad_enabled() and x.requires_grad

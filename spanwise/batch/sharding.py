@@ -206,7 +206,7 @@ def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[
     if cu_seqlens is not None:
         return [Packing(row) for row in check_offset_rows(cu_seqlens, length)]
     if isinstance(plan, RankPlan):
-        raise ValueError(f"a RankPlan does not know its documents; pass cu_seqlens ([0, {length}] for one document)")
+        raise ValueError("a RankPlan knows its own tokens' positions only: pass the Plan, or cu_seqlens of the batch")
     return documents.packings(plan, side)
 
 

@@ -237,8 +237,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError("token scores have no second derivatives; leave create_graph=True out")
+        _torch.check_first_order()
         scoring, (operand_dtype, dtype) = ctx.scoring, ctx.dtypes
         temperature, softcap, _, mesh = scoring
         x_ND, weight_VD, labels_N, first, top_N, log_sum_N = ctx.saved_tensors

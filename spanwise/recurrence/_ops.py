@@ -18,7 +18,6 @@ import torch
 from torch.library import CustomOpDef
 
 from spanwise import _torch
-from spanwise.attention.executor import check_first_order
 from spanwise.recurrence import chunkwise, tokenwise
 from spanwise.recurrence.slabs import Inputs, slabs
 
@@ -160,7 +159,7 @@ def _set_gradient(operator: CustomOpDef, gradient: CustomOpDef, tensors: int) ->
         ctx.rest = inputs[tensors:]
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_order()
+        _torch.check_first_order()
         saved = ctx.saved_tensors
         found = iter(gradient(*saved, *ctx.rest, *(x.contiguous() for x in grads)))
         floating = [x is not None and x.is_floating_point() for x in saved]

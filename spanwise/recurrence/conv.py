@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from spanwise import _torch
 from spanwise.attention._limits import check_transforms, fix_sizes
 from spanwise.attention.compare import compare_backward, compare_call, eager, tells_refusals
-from spanwise.attention.executor import Link, bring, check_first_order
+from spanwise.attention.executor import Link, bring
 from spanwise.recurrence.route import RecurrenceRoute
 from spanwise.recurrence.shards import check_route, from_rows, to_rows
 
@@ -105,7 +105,7 @@ class _Windows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
-        check_first_order()
+        _torch.check_first_order()
         stream_LBC, weight_CW, stream, outputs = ctx.saved_tensors
         width, features = weight_CW.shape[1], stream_LBC.shape[1:]
         count = stream_LBC.shape[0] - ctx.skipped - width + 1

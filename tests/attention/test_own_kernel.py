@@ -76,17 +76,17 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "exchange", "num_ranks", "blockwise", "biased", "dtype"),
+    ("name", "exchange", "num_ranks", "blockwise", "biased", "autocast", "dtype"),
     covering(
-        list(MASKS), EXCHANGES, [1, 2, 4], [False, True], [False, True],
+        list(MASKS), EXCHANGES, [1, 2, 4], [False, True], [False, True], [False, True],
         [torch.float64, torch.float32, torch.bfloat16],
     ),
 )  # fmt: skip
 def test_exact_under_every_exchange(
     kernel: Kernel, name: str, exchange: dict[str, Any], num_ranks: int, blockwise: bool, biased: bool,
-    dtype: torch.dtype,
+    autocast: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Also with tables and spare keys, a score_mod on global positions, and the largest scores of the mask."""
+    """Also with tables and spare keys, autocast, a score_mod on global positions, and the mask's largest scores."""
     mask, chosen = MASKS[name], Blockwise(kernel) if blockwise else kernel
     plan = spanwise.make_plan(
         mask, num_ranks, balancer="head_tail", block_size=4, num_q_heads=8, num_kv_heads=4, **exchange
@@ -105,9 +105,10 @@ def test_exact_under_every_exchange(
     def on_rank(rank: int, mesh: Any) -> list[torch.Tensor]:
         leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in inputs[:3]]
         mine = plan.local(mesh, kernel=chosen) if blockwise else plan
-        out, aux = spanwise.context_parallel_attention(
-            *leaves, mine, mesh, kernel=chosen, score_mod=alibi if biased else None, return_aux=request
-        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, aux = spanwise.context_parallel_attention(
+                *leaves, mine, mesh, kernel=chosen, score_mod=alibi if biased else None, return_aux=request
+            )
         out.backward(spanwise.shard(plan, mesh, inputs.grad_out, dim=2))
         assert out.dtype == dtype and (biased or torch.allclose(aux.max_logit.double(), scores.amax((0, 2, 3)), 1e-5))
         return [spanwise.unshard(plan, mesh, x.detach(), dim=2) for x in (out, aux.lse, *(x.grad for x in leaves))]

@@ -363,6 +363,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_valid": 0}, "num_valid is 0, .*[0-9]+ valid labels"),
     ({"softcap": 0.0}, "softcap .*0.0"),
     ({"chunk": 0}, "chunk .*0"),
+    ({"loss_mesh": "cp"}, "DeviceMesh, got a str"),
 ]
 
 

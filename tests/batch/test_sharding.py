@@ -288,7 +288,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         ([0, 5, 3, LENGTH], "decrease"), ([1, LENGTH], "begin with 0"), ([0, 9], "got 9"), ([0.0, 45.0], "integer"))),
     # Spans do not tell where documents start; where the mask has a cut, the offsets have to be given.
     (lambda: shard_batch(TOKENS, CUT, None), "token 1, .*cu_seqlens"),
-    (lambda: roll(FLAT[None], -1, ONE.local(None), None), "RankPlan .*cu_seqlens"),
+    (lambda: roll(FLAT[None], -1, ONE.local(None), None), "own tokens' positions only: pass the Plan, .*cu_seqlens"),
     (lambda: roll(KEYS, -1, PLAIN_CROSS, None, dim=0, side="kv"), "cu_seqlens"),
     (lambda: roll(KEYS, -1, PLAIN_CROSS, None, [0, 9], dim=0, side="kv"), "14, got 9"),
     (lambda: shard_batch({"labels": IDS[:9]}, PLAIN_CROSS, None, dim=0), "documents"),

@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a mask": ({"plan": DOCUMENTS}, "SpanMask"),
     "no plan": ({"plan": None}, "NoneType"),
     "ranks": ({"plan": spanwise.make_plan(DOCUMENTS, 2)}, "2 ranks"),
-    "no mesh": ({"mesh": None}, "mesh"),
+    "no mesh": ({"mesh": None}, "mesh"), "its name": ({"mesh": "cp"}, "DeviceMesh, got a str"),
     "mask name": ({"mask_name": "window"}, "'window'"),
     "kernel": ({"kernel": "cudnn"}, "'cudnn'"),
     "flex": ({"kernel": "flex"}, "'flex' runs on CUDA"),

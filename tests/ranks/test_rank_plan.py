@@ -69,7 +69,7 @@ def test_another_mesh_is_an_error_and_copies_share_the_own() -> None:
         for call, names in (
             (lambda: spanwise.context_parallel_attention(q, q, q, local, other), "cp.*other"),
             (lambda: spanwise.unshard(local, other, local.tokens), "cp.*other"),
-            (lambda: spanwise.shard(local, local.tokens), "got a Tensor"),
+            *((lambda given=given: spanwise.shard(given, local.tokens), "got a Tensor") for given in (local, plan)),
             (lambda: spanwise.context_parallel_attention(q, q, q, build(plan, rank)), "2 ranks .*mesh=None"),
             (lambda: spanwise.context_parallel_attention(q, q, q, plan), "2 ranks .*mesh=None"),
         ):

@@ -218,11 +218,12 @@ def max_logit(q: Tensor, k: Tensor, start: Tensor, end: Tensor, *, scale: float,
     """Largest score that the mask admits, per head: ``[H]``, dtype of the lse, -inf for a head without any."""
     wide_q, wide_k = alike(q, k)
     top = wide_q.new_full(q.shape[1:2], -math.inf)
-    for b, rows, pieces in tiles(q, k, start, end):
-        q_tile = folded(wide_q[b, :, rows], k.shape[1])
-        for piece in pieces:
-            scores = q_tile @ wide_k[b, :, piece.first : piece.stop].mT * scale
-            scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-            scores = scores if piece.bias is None else scores + piece.bias
-            torch.maximum(top, unfolded(scores, q.shape[1]).amax((0, 2, 3)), out=top)
+    with torch.autocast(q.device.type, enabled=False):  # or its products would be rounded to bfloat16
+        for b, rows, pieces in tiles(q, k, start, end):
+            q_tile = folded(wide_q[b, :, rows], k.shape[1])
+            for piece in pieces:
+                scores = q_tile @ wide_k[b, :, piece.first : piece.stop].mT * scale
+                scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+                scores = scores if piece.bias is None else scores + piece.bias
+                torch.maximum(top, unfolded(scores, q.shape[1]).amax((0, 2, 3)), out=top)
     return top

@@ -142,11 +142,7 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # on every rank, before an exchange of K/V
-            raise NotImplementedError(
-                "second derivatives through context_parallel_attention are not supported; call backward without "
-                "create_graph=True"
-            )
+        _torch.check_first_order()  # on every rank, before an exchange of K/V
         out, lse = ctx.saved_tensors
         if grad_lse is not None:
             grad_lse = torch.where(lse == -torch.inf, 0, grad_lse)
@@ -170,7 +166,7 @@ def with_lse_gradient(grad_out: Tensor, out: Tensor, grad_lse: Tensor) -> tuple[
         grad_out, out: ``[B, H, Q, V]``.
         grad_lse: ``[B, H, Q]``.
     """
-    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    wide = lse_dtype(out)
     exact = grad_out.to(wide, copy=True)
     delta = (torch.linalg.vecdot(exact, out.to(wide)) - grad_lse.to(wide)).unsqueeze(-1)
     # 2**-22 is below float16's normal numbers, and four times its least.
