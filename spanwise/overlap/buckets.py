@@ -16,7 +16,7 @@ import numpy as np
 from spanwise.overlap.dag import Dag, GraphError, positions
 from spanwise.overlap.engine import simulate
 from spanwise.overlap.quotient import Quotient, alone, joined, split_units, units_of
-from spanwise.overlap.scheduler import Engine, Ints, Run
+from spanwise.overlap.scheduler import Ints, ListScheduler, Run
 from spanwise.overlap.search import FEWEST, Schedule, schedule
 
 Bucket = tuple[int, ...]
@@ -98,7 +98,7 @@ class _Merger:
         budget: int,
     ) -> None:
         self.dag, self.keys, self.price, self.budget = dag, keys, price, budget
-        self.engine = Engine(dag)
+        self.engine = ListScheduler(dag)
         self.known: dict[Bucket, float] = {(i,): dag.nodes[i].ms for i in dag.starts}
 
     def ms(self, bucket: Bucket) -> float:

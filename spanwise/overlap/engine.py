@@ -8,7 +8,7 @@ import math
 import os
 
 from spanwise.overlap.dag import Dag, Order, rounding
-from spanwise.overlap.scheduler import Engine, Floats, Ints
+from spanwise.overlap.scheduler import Floats, Ints, ListScheduler
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,6 +82,6 @@ def simulate(dag: Dag, order: Order | None = None) -> Timeline:
     """
     if order is not None:
         dag.check_order(order)
-    found = Engine(dag, order)
+    found = ListScheduler(dag, order)
     run = found.replay(found.known.order)
     return Timeline(dag, run.order, run.begin, run.end, run.issued)

@@ -50,6 +50,7 @@ class Activation(NamedTuple):
         node: number of the node that makes it, or that takes it from a tuple.
         begin, end: numbers of its last user before that time, and of the first after it.
         ms: compute in that time.
+        num_bytes: of the tensor.
         views: itself and its views that are made before that time, by number.
     """
 
@@ -124,7 +125,9 @@ def choices(captured: Captured, budget: int) -> Iterator[list[Activation]]:
     for copies in _IN_FLIGHT:
         largest = max((one.num_bytes for chosen in seen for one in chosen), default=0)
         chosen = chosen_for(idle, alive, budget - copies * largest)
-        if chosen is not None and chosen not in seen:
+        if chosen is None:
+            return  # the next budgets are no larger
+        if chosen not in seen:
             seen.append(chosen)
             yield chosen
 

@@ -199,7 +199,7 @@ def _expanded(captured: Captured, merged: Quotient, order: Sequence[int]) -> tup
 
 
 def _other_links(dag: Dag, cost: Cost, given: Mapping[str, str] | None) -> dict[str, str] | None:
-    """What groups share if they share what they may but do not, or nothing if they do; None if that is the same."""
+    """The groups' links under the other assumption than the dag's, for the report; None if both give the same."""
     of_cost = getattr(cost, "link", None)
     if given is None:
         given = {} if of_cost is None else {group: of_cost(group)[0] for group in dag.groups}
@@ -227,9 +227,7 @@ def check_options(**given: Any) -> None:
 
 
 def simulate(
-    gm: fx.GraphModule,
-    cost: Cost | Hardware | Mapping[str, float],
-    order: Sequence[int] | None = None,
+    gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float], order: Sequence[int] | None = None
 ) -> Timeline:
     """Timeline of `gm` in its own order, or in another; milliseconds.
 

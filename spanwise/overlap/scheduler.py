@@ -1,6 +1,6 @@
 """The scheduler: every order of a dag is made and timed here.
 
-    dag ─► Engine ─► forward   a list schedule by priorities, within memory
+    dag ─► ListScheduler ─► forward   a list schedule by priorities, within memory
                  ├─► backward  the same on the reversed graph: times that leave space for what follows
                  ├─► settled   a fixed order with its starts earlier and its waits later
                  └─► replay    a fixed order ─► engine.simulate ─► Timeline
@@ -190,7 +190,7 @@ def _reversed(graph: Graph) -> Graph:
     )
 
 
-class Engine:
+class ListScheduler:
     """Makes and times orders of `dag`.
 
     Args:
@@ -213,7 +213,7 @@ class Engine:
         known = np.asarray(order, np.int64)
         return Known(float(budget), known, position, begins, ascending, self.dag.alive_bytes(order))
 
-    def within(self, budget: float, order: Order) -> Engine:
+    def within(self, budget: float, order: Order) -> ListScheduler:
         """The same graph within another budget, which `order` keeps."""
         other = copy.copy(self)
         other.known = self._known(order, budget)

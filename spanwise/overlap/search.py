@@ -24,7 +24,7 @@ import numpy as np
 from spanwise.overlap.bounds import Bounds, heads, lower_bounds, tails
 from spanwise.overlap.dag import Dag, Kind, positions
 from spanwise.overlap.engine import Timeline, simulate
-from spanwise.overlap.scheduler import Engine, Floats, Ints, Rule, Run
+from spanwise.overlap.scheduler import Floats, Ints, ListScheduler, Rule, Run
 
 GIB = 2**30
 OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Lower bounds"
@@ -128,14 +128,14 @@ def schedule(
     searches = [_Search(slower, best, floor)]
     searches = [searches[0].within(rung) for rung in ([budget] if is_given else _budgets(own, budget))]
     for _ in range(effort):
-        lower = None
+        smaller = None
         for search in searches:
             if best.done:
                 break
-            search.sample(lower)
+            search.sample(smaller)
             if search.needed <= search.budget:
                 break  # nothing was refused for memory: a larger budget would find the same
-            lower = search
+            smaller = search
     found = before if best.order is before.order else simulate(dag, best.order.tolist())
     return Schedule(found, before, budget, bounds)
 
@@ -191,13 +191,13 @@ class _Search:
     needed: int  # with more bytes than this, all runs are the same
     ours: Run  # the best one
     front: list[_Sample]
-    lower: _Search | None
+    smaller: _Search | None
     samples: Iterator[None]
 
     def __init__(self, dag: Dag, best: _Best, floor: float) -> None:
         self.dag, self.best, self.floor = dag, best, max(floor, 1e-300)  # infinite shares stay infinite
         order, issued = best.before.order, tails(dag)[0]
-        self.engine = Engine(dag, order)
+        self.engine = ListScheduler(dag, order)
         self.engine.graph = self.engine.graph._replace(tail=issued)
         compute = np.where(self.engine.graph.stream == 0, dag.ms, 0.0)
         turn = np.empty(len(dag))
@@ -209,12 +209,12 @@ class _Search:
         other = copy.copy(self)
         other.budget, other.engine = budget, self.engine.within(budget, self.best.before.order)
         other.needed, other.ours, other.front = 0, _NOTHING, []
-        other.lower, other.samples = None, other._samples()
+        other.smaller, other.samples = None, other._samples()
         return other
 
-    def sample(self, lower: _Search | None) -> None:
-        """Try one order more; `lower` is the search of the next smaller budget."""
-        self.lower = lower
+    def sample(self, smaller: _Search | None) -> None:
+        """Try one order more; `smaller` is the search of the next smaller budget."""
+        self.smaller = smaller
         next(self.samples)
 
     def _samples(self) -> Iterator[None]:
@@ -253,8 +253,8 @@ class _Search:
 
     def _rebase(self) -> None:
         """Take the best order for the known one, be it of this budget or of the one below."""
-        if self.lower is not None and self.lower.ours.makespan < self.ours.makespan:
-            self.ours = self.lower.ours
+        if self.smaller is not None and self.smaller.ours.makespan < self.ours.makespan:
+            self.ours = self.smaller.ours
             self.front[-1:] = [(self.engine.backward(self.ours.end), self.ours)]
             self.front.sort(key=lambda sample: sample[1].makespan)
         if self.ours is not _NOTHING:
@@ -285,7 +285,7 @@ class _Search:
         return priorities, found
 
 
-def _nearest_collective(engine: Engine, order: Ints, head: Floats) -> Floats:
+def _nearest_collective(engine: ListScheduler, order: Ints, head: Floats) -> Floats:
     """Priorities: the earliest time at which a collective that a node leads to could start; the others come last.
 
     Every stream gets work as soon as it can.
@@ -325,7 +325,7 @@ def low_memory_order(dag: Dag, budget: int) -> list[int]:
     Raises:
         ValueError: no such order was found; names the lowest peak that was.
     """
-    order, engine, ends = np.arange(len(dag)), Engine(dag), -tails(dag)[0]
+    order, engine, ends = np.arange(len(dag)), ListScheduler(dag), -tails(dag)[0]
     while (peak := dag.peak_bytes(order)) > budget:
         engine = engine.within(peak, order)
         place = positions(order).astype(np.float64)

@@ -77,7 +77,7 @@ def make_plan(
             (shards go from rank to rank, two at a time in memory), "ulysses" (heads for tokens), a function
             from a `RouteProblem` to steps, or "auto".
         stages: number of chunks in which "needed" brings the K/V, each computed while the next travels. None: 1, 2 or
-            4, by predicted time. Other exchanges have no choice.
+            4, by predicted time. Other exchanges have no choice. One is used if no pair of ranks has so many blocks.
         keep_kv: keep received K/V for the backward; False: drop them after the forward and refetch them. Default:
             False for "ring", else True.
         block_size: tile in tokens that block-wise balancers assign; smaller tiles where a rank would get no token
@@ -89,9 +89,8 @@ def make_plan(
         kv_row_dim: numbers of a token that travel in place of K and V, as with ``context_parallel_attention(expand=)``:
             576 for latents of 512 and rotary keys of 64. Bytes and seconds follow; Ulysses trades K and V all the same.
         dtype: K/V dtype, a ``torch.dtype`` or its name.
-        hardware: rates with which "auto" and :meth:`Plan.predict` compute seconds. If it has hosts, as
-            :data:`spanwise.H100` has, "local" also tries a layout in which few rows enter a host. Default:
-            that one, hosts of 8; ``spanwise.H100.with_host_size(4)`` for others.
+        hardware: rates with which "auto" and :meth:`Plan.predict` compute seconds. With hosts, "local" also tries a
+            layout in which few rows enter one. Default: :data:`spanwise.H100`; see ``Hardware.with_host_size``.
         memory_budget: bytes that a rank may hold for exchanges: `Plan.saved_bytes` of all layers (by `weights`), plus
             the rest of `Plan.resident_bytes` of one layer. "auto" leaves out plans that exceed it.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one such array per batch row; needed by
@@ -105,12 +104,12 @@ def make_plan(
 
     "auto" compares the predicted seconds of a step. Layouts: contiguous, head_tail and local, with tighter and looser
     bounds on the imbalance, too, and with hosts also one in which few rows enter a host. Where the caller asks for
-    all_gather, lpt instead of local, because locality gains nothing there. Exchanges: all_gather, but not with local;
-    needed in 1, 2 or 4 chunks, as long as there is an exchange left to hide; hierarchical, if the ranks are on several
-    hosts of `hardware`; Ulysses, if the number of heads is given and divides; under a `memory_budget` the ring, which
-    is never the fastest. The simplest within 5 % of the fastest is taken; `Plan.candidates` and `Plan.reason` show the
-    comparison. `torch.compile` makes one graph for each exchange and number of chunks: name `exchange` and `stages`
-    where plans change from batch to batch.
+    all_gather, lpt instead of local: locality gains nothing there. Exchanges: all_gather, but not with local; needed in
+    1, 2 or 4 chunks, as long as there is an exchange left to hide; hierarchical, if ranks are on several hosts;
+    Ulysses, if the number of heads is given and divides; under a `memory_budget` the ring, which is never the fastest.
+    The simplest within 5 % of the fastest is taken (no all_gather if another of these receives at most 70 % of its
+    tokens; of local layouts the fastest); see `Plan.candidates` and `Plan.reason`. `torch.compile` makes one graph for
+    each exchange and number of chunks: name `exchange` and `stages` where plans change from batch to batch.
 
     Raises:
         ValueError: masks that differ in length or batch size, unknown names, bad numbers, heads that Ulysses cannot
@@ -134,7 +133,7 @@ def make_plan(
     requests.check_hardware(hardware)
     hardware = hardware or rates.DEFAULT
     stages = requests.number("stages", stages)
-    if chosen is not None and not chosen.counts(stages):
+    if chosen is not None and not chosen.chunk_choices(stages):
         raise ValueError(
             f"exchange {chosen.name!r} chooses its number of chunks itself, got stages={stages}; use exchange='needed'"
         )
@@ -216,23 +215,24 @@ class _Search:
         """The layout of a balancer with each exchange and number of chunks, simplest first; priced, if several."""
         plan = self._assigned(balancer, label, *self.levels)
         exchanges = [self.exchange] if self.exchange else self._exchanges(searched=_is_searched(plan))
-        options = [(each, stages) for each in exchanges for stages in each.counts(self.stages)]
+        options = [(each, stages) for each in exchanges for stages in each.chunk_choices(self.stages)]
         if plan.num_groups == 1:  # nothing travels between groups
             options = [(EXCHANGES["ulysses"] if plan.inner > 1 else self.exchange or plan.kv_exchange, 1)]
         found: list[Plan] = []
-        hidden = None  # an exchange of which next to nothing is left to hide: further chunks gain nothing
+        no_more_chunks_of = None  # the exchange of which next to nothing is left to hide
         for exchange, stages in options:
             keeps_kv = exchange.keeps_kv if self.keep_kv is None else self.keep_kv
             variant = plan.replace(kv_exchange=exchange, keep_kv=keeps_kv, stages=stages)
             # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
             chosen = stages in (1, self.stages)
-            if exchange is hidden or not (chosen or stages in map(variant.num_chunks, variant.masks)):
+            if exchange is no_more_chunks_of or not (chosen or stages in map(variant.num_chunks, variant.masks)):
                 continue
-            found += [_priced(one) if len(options) > 1 else one for one in _and_moved(variant)]
+            is_priced = len(options) > 1 or exchange.name not in EXCHANGES  # a caller's steps are checked so
+            found += [_priced(one) if is_priced else one for one in _and_moved(variant)]
             if len(options) > 1 and self.budget is None:
                 cost = found[-1].candidates[0].seconds
                 if cost["exposed_forward"] + cost["exposed_backward"] <= _HIDDEN * cost["total"]:
-                    hidden = exchange
+                    no_more_chunks_of = exchange
         return found
 
     def _exchanges(self, searched: bool) -> list[Exchange]:
@@ -241,7 +241,7 @@ class _Search:
             exchange
             for exchange in EXCHANGES.values()
             if not exchange.heads
-            and exchange.counts(self.stages)
+            and exchange.chunk_choices(self.stages)
             and not (searched and exchange.everything)  # where all K/V travel, locality gains nothing
             and (exchange.keeps_kv or (self.budget is not None and self.stages is None))
             and (not exchange.by_host or self.fields["hardware"].groups_on_a_host(*self.levels))
@@ -282,7 +282,7 @@ def _priced(plan: Plan) -> Plan:
     """A copy with what it costs as its only candidate, and without its routes, which are large."""
     if plan.candidates:
         return plan
-    nominal = plan.replace(**_nominal_shape(plan.inner)) if _lacks_shape(plan) else plan
+    nominal = plan.replace(**_nominal_shape(plan))
     work, recv = (
         np.sum([weight * figure(name) for name, weight in plan.weights.items()], axis=0)
         for figure in (plan.work, plan.recv_tokens)
@@ -294,13 +294,13 @@ def _priced(plan: Plan) -> Plan:
     return plan.replace(candidates=(candidate,))
 
 
-def _lacks_shape(plan: Plan) -> bool:
-    return plan.num_q_heads is None or plan.head_dim is None
-
-
-def _nominal_shape(inner: int) -> dict[str, int]:
-    """The assumed attention shape, with more K/V heads if `inner` ranks cannot share it."""
-    kv_heads = _NOMINAL_KV_HEADS if 4 * _NOMINAL_KV_HEADS % inner == 0 else -(-_NOMINAL_KV_HEADS // inner) * inner
+def _nominal_shape(plan: Plan) -> dict[str, int]:
+    """The attention shape to assume, with more K/V heads if ranks cannot share it; empty if it was given."""
+    if plan.num_q_heads is not None and plan.head_dim is not None:
+        return {}
+    inner, kv_heads = plan.inner, _NOMINAL_KV_HEADS
+    if 4 * kv_heads % inner:
+        kv_heads = -(-kv_heads // inner) * inner
     return {
         "num_q_heads": 4 * kv_heads, "num_kv_heads": kv_heads, "head_dim": _NOMINAL_DIM, "v_head_dim": _NOMINAL_DIM,
     }  # fmt: skip
@@ -309,13 +309,12 @@ def _nominal_shape(inner: int) -> dict[str, int]:
 def _within_budget(plans: list[Plan], budget: int) -> list[Plan]:
     """The plans whose exchanges hold at most so many bytes on any rank."""
     plans = [_priced(plan) for plan in plans]
-    held = [plan.candidates[0].held for plan in plans]
-    fitting = [plan for plan, num_bytes in zip(plans, held, strict=True) if num_bytes <= budget]
+    fitting = [plan for plan in plans if plan.candidates[0].held <= budget]
     if not fitting:
-        least = min(range(len(plans)), key=lambda i: held[i])
+        least = min(plans, key=lambda plan: plan.candidates[0].held)
         raise ValueError(
             f"every plan considered holds more than memory_budget={budget:,} bytes for its exchange; the least is "
-            f"{_name(plans[least])} with {held[least]:,} bytes: allow more, use more ranks, or keep_kv=False"
+            f"{_name(least)} with {least.candidates[0].held:,} bytes: allow more, use more ranks, or keep_kv=False"
         )
     return fitting
 
@@ -348,8 +347,10 @@ def _reason(plan: Plan, plans: list[Plan]) -> str:
     if usual.candidates[0].seconds["total"] > total > 0:
         other = usual.candidates[0].seconds["total"]
         reason += f", {other / total:.2f} times as fast as {_name(usual)} ({as_text(other)})"
-    if _lacks_shape(plan):
-        heads, kv_heads, dim, _ = _nominal_shape(plan.inner).values()
+    elif plan.kv_exchange.everything:
+        reason += "; no plan considered is more than 5 % faster"
+    if shape := _nominal_shape(plan):
+        heads, kv_heads, dim, _ = shape.values()
         reason += f"; priced for {heads} query and {kv_heads} K/V heads of {dim}, since num_q_heads and head_dim were "
         reason += "not both given"
     return reason

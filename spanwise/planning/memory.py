@@ -83,7 +83,7 @@ def trades(plan: PlanData, *, backward: bool = False) -> tuple[Int64, Int64]:
 def received(plan: PlanData, mask: str) -> Int64:
     """The bytes of `Plan.recv_bytes`."""
     plan.attention_shape("recv_bytes()")
-    exchanged = np.repeat(plan.route(mask).padded.sum(axis=(0, 2)), plan.inner) * kv_token_bytes(plan)
+    exchanged = np.repeat(plan.route(mask).wire_tokens.sum(axis=(0, 2)), plan.inner) * kv_token_bytes(plan)
     if plan.inner == 1:
         return exchanged
     into, back = trades(plan)

@@ -173,8 +173,7 @@ class PlanData:
 
     @functools.cached_property
     def _readings(self) -> dict[str, Readings]:
-        layouts = self.groups, self.kv_groups
-        return {name: Readings(mask, *layouts, self.batch_size) for name, mask in self.masks.items()}
+        return {k: Readings(mask, self.groups, self.kv_groups, self.batch_size) for k, mask in self.masks.items()}
 
     def readings(self, mask: str = "default") -> Readings:
         """Work and needs of the groups under one mask."""

@@ -277,7 +277,7 @@ def timeline(plan: PlanData, mask: str) -> Timeline:
     # Copies; `copy` is the seconds of a byte. Query rows and keys are those of the rank's group.
     copy, steps = rates.copy_seconds(1.0), len(route.sources) > 0
     rows = plan.batch_size * plan.groups.tokens_per_rank
-    queries, keys, sent = (np.repeat(each, inner) for each in (rows, route.held, route.packed.sum(axis=0)))
+    queries, keys, sent = (np.repeat(each, inner) for each in (rows, route.own_tokens, route.copied.sum(axis=0)))
     received = np.repeat(route.received, inner, axis=1).T
     pack = copy * (kv_bytes * (keys * steps + sent))  # K and V of a token become one row, which is sent
     unpack = copy * (2 * grad_bytes * sent + kv_bytes * keys * steps)
@@ -329,10 +329,10 @@ def _exchange(plan: PlanData, route: Route, kv_bytes: float, grad_bytes: float) 
     """Seconds of each step of a route, and of the collectives that bring its gradients home; ``[n]`` each."""
     rates = plan.hardware
     if route.gathered and plan.inner == 1:
-        shard = float(route.padded.max())
+        shard = float(route.wire_tokens.max())
         ahead = rates.all_gather_seconds(shard * kv_bytes, plan.num_ranks)
         return np.array([ahead]), np.array([rates.reduce_scatter_seconds(shard * grad_bytes, plan.num_ranks)])
-    tables = route.padded
+    tables = route.wire_tokens
     if plan.inner > 1:  # between ranks: each trades with its place in other groups
         tables = np.kron(tables, np.eye(plan.inner, dtype=np.int64))
     there, home = rates.steps_seconds(tables, kv_bytes, grad_bytes)

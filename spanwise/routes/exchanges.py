@@ -16,7 +16,7 @@ from spanwise.layouts.runs import subtract_runs
 from spanwise.masks.arrays import Int64
 from spanwise.masks.spans import merge_runs
 from spanwise.routes import relays
-from spanwise.routes.route import EVERYONE, RECEIVER, ROW, SENDER, START, STOP, Route, RouteProblem, Step, Tables
+from spanwise.routes.route import EVERYONE, OWN, RECEIVER, ROW, SENDER, START, STOP, Route, RouteProblem, Step, Tables
 
 Steps = list[Step]
 
@@ -24,7 +24,7 @@ Steps = list[Step]
 def all_gather(problem: RouteProblem) -> Steps:
     """All keys to all groups, in one step."""
     moves = np.insert(problem.owned(), RECEIVER, EVERYONE, axis=1)
-    return [Step(-1, moves)] if problem.num_groups > 1 else []
+    return [Step(OWN, moves)] if problem.num_groups > 1 else []
 
 
 def needed(problem: RouteProblem) -> Steps:
@@ -41,7 +41,7 @@ def needed(problem: RouteProblem) -> Steps:
     longest = int(np.bincount(pair, length).max(initial=0))
     count = problem.num_chunks
     if count == 1 or -(-longest // block) < count:
-        return [Step(-1, moves)]
+        return [Step(OWN, moves)]
     # The lists of all pairs, one after the other, are positions of one line. Part p of a list ends at `ends[:, p]`.
     order = np.argsort(pair, kind="stable")
     moves, pair, length = moves[order], pair[order], length[order]
@@ -58,7 +58,7 @@ def needed(problem: RouteProblem) -> Steps:
     cut[:, START] += left - begin[move]
     cut[:, STOP] = cut[:, START] + np.diff(edges)
     chunk = (part + pairs[which] // size - pairs[which] % size) % count
-    return [Step(-1, cut[chunk == i]) for i in range(count)]
+    return [Step(OWN, cut[chunk == i]) for i in range(count)]
 
 
 def count_needed(problem: RouteProblem) -> Tables:
@@ -69,14 +69,14 @@ def count_needed(problem: RouteProblem) -> Tables:
     """
     table, count, block = problem.pairs, problem.num_chunks, problem.block_size
     if count == 1 or -(-int(table.max()) // block) < count:
-        return [(-1, table)]
+        return [(OWN, table)]
     pair, size = np.flatnonzero(table), table.size
     total, distance = table.ravel()[pair], np.subtract(*np.divmod(pair, len(table)))
     found, before = np.zeros(count * size, np.int64), np.zeros_like(total)
     for i, end in enumerate(_part_ends(total, count, block)):
         found[(distance + i) % count * size + pair] = end - before
         before = end
-    return [(-1, each) for each in found.reshape(count, *table.shape)]
+    return [(OWN, each) for each in found.reshape(count, *table.shape)]
 
 
 def _part_ends(total: Int64, count: int, block: int) -> list[Int64]:
@@ -88,7 +88,7 @@ def _part_ends(total: Int64, count: int, block: int) -> list[Int64]:
 def hierarchical(problem: RouteProblem) -> Steps:
     """Only the keys that queries read, from their owners to one reader on each host, which passes them on there."""
     direct, passed = relays.moves(problem)
-    return [Step(-1, direct), Step(0, passed)]
+    return [Step(OWN, direct), Step(0, passed)]
 
 
 def ring(problem: RouteProblem) -> Steps:
@@ -126,7 +126,7 @@ class Exchange:
         keeps_kv: default of ``keep_kv``; "auto" considers others under a memory budget only.
         by_host: a token enters a host once; for hardware that has hosts.
         heads: trades heads for tokens (Ulysses): all ranks are one group, to which no K/V come.
-        count: the source of each step, and its tokens by pair of groups, where prices need no moves.
+        token_tables: the source of each step, and its tokens by pair of groups, where prices need no moves.
     """
 
     name: str
@@ -137,13 +137,13 @@ class Exchange:
     keeps_kv: bool = True
     by_host: bool = False
     heads: bool = False
-    count: Callable[[RouteProblem], Tables] | None = None
+    token_tables: Callable[[RouteProblem], Tables] | None = None
 
     def levels(self, num_ranks: int) -> tuple[int, int]:
         """``(groups, ranks of a group)`` for so many ranks on a 1-D mesh."""
         return (1, num_ranks) if self.heads else (num_ranks, 1)
 
-    def counts(self, chunks: int | None) -> tuple[int, ...]:
+    def chunk_choices(self, chunks: int | None) -> tuple[int, ...]:
         """Numbers of chunks that may be chosen where the caller asks for `chunks`; empty if that is impossible."""
         if chunks is None:
             return self.chunk_counts
@@ -154,7 +154,7 @@ EXCHANGES = {
     each.name: each
     for each in (
         Exchange("all_gather", all_gather, everything=True),
-        Exchange("needed", needed, chunk_counts=(1, 2, 4), exact=True, count=count_needed),
+        Exchange("needed", needed, chunk_counts=(1, 2, 4), exact=True, token_tables=count_needed),
         Exchange("hierarchical", hierarchical, exact=True, by_host=True),
         Exchange("ring", ring, keeps_kv=False),
         Exchange("ulysses", ulysses, heads=True),
@@ -188,24 +188,24 @@ def resolve(exchange: Any) -> Exchange:
 
 def route_of(exchange: Exchange, problem: RouteProblem, batch_size: int) -> Route:
     """The route of an exchange, without empty steps; ``ValueError`` if a function of the caller breaks its promises."""
-    own = EXCHANGES.get(exchange.name) != exchange
+    is_callers = EXCHANGES.get(exchange.name) != exchange
 
     def make() -> tuple[Step, ...]:
         found = exchange.steps(problem)
-        if own:
+        if is_callers:
             _check(exchange.name, problem, found)
-        number = {-1: -1}
+        number = {OWN: OWN}
         for i, (_, moves) in enumerate(found):
             if len(moves):
                 number[i] = len(number) - 1
         return tuple(Step(number[source], moves) for source, moves in found if len(moves))
 
     counted = None
-    if exchange.count is not None:
-        counted = [(source, table) for source, table in exchange.count(problem) if table.any()]
+    if exchange.token_tables is not None:
+        counted = [(source, table) for source, table in exchange.token_tables(problem) if table.any()]
     route = Route(make, problem.layout, len(problem.needs), batch_size, exchange.exact, counted)
-    if own:
-        _ = route.steps
+    if is_callers:
+        _ = route.steps  # now, so that make_plan raises
     return route
 
 
@@ -241,7 +241,7 @@ def _check(name: str, problem: RouteProblem, steps: Steps) -> None:
         must(moved.all(), "a move is of a token at least, and to another group")
         if EVERYONE in moves[:, RECEIVER]:
             every_token = (moves[:, STOP] - moves[:, START]).sum() == rows * length
-            only = source == -1 and (moves[:, RECEIVER] == EVERYONE).all() and every_token
+            only = source == OWN and (moves[:, RECEIVER] == EVERYONE).all() and every_token
             must(only, "a step to everyone sends all that the groups own, and nothing else")
             to, moves = np.tile(np.arange(size), len(moves)), np.repeat(moves, size, axis=0)
             moves[:, RECEIVER] = to

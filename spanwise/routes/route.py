@@ -27,7 +27,7 @@ from spanwise.masks.arrays import Int64
 # Columns of moves, int64 `[m, 5]`.
 ROW, RECEIVER, SENDER, START, STOP = range(5)
 EVERYONE = -1  # as a receiver: all groups but the sender get all that it owns, by an all-gather
-
+OWN = -1  # as a source: what the senders own
 
 Tables = list[tuple[int, Int64]]  # of each step its source, and its tokens by pair: [G receivers, G senders]
 
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     """One collective of a route.
 
     Attributes:
-        source: the earlier step whose arrived rows are sent; -1: what the senders own.
+        source: the earlier step whose arrived rows are sent; `OWN`: what the senders own.
         moves: int64 ``[m, 5]``: batch row, receiver, sender, start, stop; in any order.
     """
 
@@ -94,7 +94,7 @@ class Route:
         layout: the keys that each group holds.
         rows: batch rows of the moves.
         batch_size: of the plan, a multiple of `rows`.
-        exact: whether the exchange moves only what is read; its rows always have an index, as compiled graphs want it.
+        exact: whether the exchange moves only what is read; its `RankStep`s always have index tensors.
         counted: of each step its source and its tokens, where they were counted without moves.
     """
 
@@ -141,10 +141,10 @@ class Route:
     @functools.cached_property
     def received(self) -> Int64:
         """Tokens that each group receives in each step, padding included; int64 ``[n, G]``."""
-        return self.padded.sum(axis=2)
+        return self.wire_tokens.sum(axis=2)
 
     @functools.cached_property
-    def padded(self) -> Int64:
+    def wire_tokens(self) -> Int64:
         """`tokens` with the padding that travels: an all-gather takes shards of one size."""
         if not self.gathered:
             return self.tokens
@@ -167,18 +167,18 @@ class Route:
             return False
         one_to_one = all((np.count_nonzero(table, axis=axis) <= 1).all() for table in self.tokens for axis in (0, 1))
         from_owners = self.direct.tokens
-        return one_to_one and bool(((from_owners == 0) | (from_owners == self.held)).all())
+        return one_to_one and bool(((from_owners == 0) | (from_owners == self.own_tokens)).all())
 
     @functools.cached_property
     def direct(self) -> Route:
-        """The same rows in as many steps, each straight from their owners; a step alone brings them again."""
+        """The same rows, each from their owners, so that one step can be refetched without those before it."""
         if not self.chained:
             return self
         steps = []
         for step in self.steps:
             rows = [step.moves[step.moves[:, ROW] == row] for row in np.unique(step.moves[:, ROW])]
             cut = [_cut_by_owner(self.layout, int(each[0, ROW]), each[:, RECEIVER], each[:, START:]) for each in rows]
-            steps.append(Step(-1, step.moves if step.source < 0 else np.concatenate(cut)))
+            steps.append(Step(OWN, step.moves if step.source < 0 else np.concatenate(cut)))
         return Route(lambda: tuple(steps), self.layout, self.rows, self.batch_size)
 
     @functools.cached_property
@@ -199,7 +199,7 @@ class Route:
         Args:
             keep: whether chunks are kept for the backward.
         """
-        count, came, left = len(self.sources), self.received, self.packed
+        count, came, left = len(self.sources), self.received, self.copied
         change = np.zeros((3 * count + 2, self.num_groups), np.int64)
 
         def lives(tokens: Int64, first: int, until: int) -> None:
@@ -209,7 +209,7 @@ class Route:
         end = 3 * count + 1
         waits = [3 * i + 1 for i, source in enumerate(self.sources) if source < 0]
         if not self.gathered:  # there they are padded before anything arrives
-            lives(self.held, 0, max(waits, default=1) if self.of_shards else 1)  # own rows, packed
+            lives(self.own_tokens, 0, max(waits, default=1) if self.of_shards else 1)  # own rows, packed
         for i, source in enumerate(self.sources):
             begin, used = 3 * source + 2 if source >= 0 else 0, end if keep else 3 * i + 3
             lives(left[i], begin, 3 * i + 1)
@@ -222,18 +222,18 @@ class Route:
         return np.asarray(change[:end].cumsum(axis=0).max(axis=0))
 
     @functools.cached_property
-    def held(self) -> Int64:
+    def own_tokens(self) -> Int64:
         """Tokens that each group owns; int64 ``[G]``."""
         return self.batch_size * self.layout.tokens_per_rank
 
     @functools.cached_property
-    def packed(self) -> Int64:
+    def copied(self) -> Int64:
         """Tokens that each group copies for each step before they leave; int64 ``[n, G]``."""
         if self.of_shards:
             return np.zeros((len(self.sources), self.num_groups), np.int64)
-        found = self.padded.sum(axis=1)
+        found = self.wire_tokens.sum(axis=1)
         if self.gathered:
-            found[:] = self.padded.max()
+            found[:] = self.wire_tokens.max()
         return found
 
 

@@ -157,7 +157,7 @@ def test_promises_are_checked() -> None:
     }
     for message, steps in wrong.items():
         with pytest.raises(ValueError, match=message):
-            make(SpanMask.causal(LENGTH), 4, steps).num_chunks()
+            make(SpanMask.causal(LENGTH), 4, steps)
 
 
 def test_steps_are_part_of_the_fingerprint() -> None:

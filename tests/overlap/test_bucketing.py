@@ -14,7 +14,7 @@ from spanwise.overlap.buckets import bucket
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
 from spanwise.overlap.engine import simulate
 from spanwise.overlap.quotient import Quotient, joined, split_units, units_of
-from spanwise.overlap.scheduler import Engine
+from spanwise.overlap.scheduler import ListScheduler
 from spanwise.overlap.search import schedule
 from tests.overlap.test_simulate import dags
 
@@ -32,7 +32,7 @@ def merge(
     """`dag` with these buckets, each where its first member is in `order`, or its last; ``GraphError`` for a cycle."""
     unit = units_of(dag, buckets)
     known = np.arange(len(dag)) if order is None else np.array(order)
-    found = Engine(dag).in_units(known, unit, late_starts=late, late_waits=late)
+    found = ListScheduler(dag).in_units(known, unit, late_starts=late, late_waits=late)
     if len(found) < len(dag):
         raise GraphError(dag.nodes[buckets[0][0]].name, "they wait for one another")
     return joined(dag, split_units(found, unit), {min(of): cost for of, cost in zip(buckets, ms, strict=True)})

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.engine import simulate
-from spanwise.overlap.scheduler import Engine, Rule
+from spanwise.overlap.scheduler import ListScheduler, Rule
 from spanwise.overlap.search import default_budget, low_memory_order, schedule
 from tests.overlap.test_simulate import dags, orders
 
@@ -141,7 +141,7 @@ def test_early_starts_and_late_waits_are_no_slower_at_any_costs(dag: Dag, room: 
     """Of any order, at costs other than estimated, and with no more memory."""
     order = draw.choice(list(itertools.islice(orders(dag), 200)))
     peak = dag.peak_bytes(order) + room
-    found = Engine(dag, order, peak).settled().order.tolist()
+    found = ListScheduler(dag, order, peak).settled().order.tolist()
     dag.check_order(found)
     assert dag.peak_bytes(found) <= peak
     for kind in (C, *dag.groups):
@@ -157,14 +157,14 @@ def test_schedules_start_early_and_wait_late(room: int) -> None:
     dag = backward(12)
     found = schedule(dag, budget=dag.peak_bytes() + room)
     assert found.order != found.before.order.tolist()
-    assert Engine(dag, found.order, found.timeline.peak_bytes).settled().order.tolist() == found.order
+    assert ListScheduler(dag, found.order, found.timeline.peak_bytes).settled().order.tolist() == found.order
 
 
 @given(with_memory(), st.integers(0, 20), st.booleans(), st.data())
 def test_list_schedules_are_legal_and_keep_the_budget(dag: Dag, room: int, safely: bool, data: st.DataObject) -> None:
     """Whatever the priorities and the rule; the figures are those of `simulate`."""
     budget = dag.peak_bytes() + room
-    engine = Engine(dag, budget=budget)
+    engine = ListScheduler(dag, budget=budget)
     priorities = np.array([float(data.draw(st.integers(0, 9))) for _ in range(len(dag))])
     ahead = data.draw(st.sampled_from([0.0, math.inf])) if safely else math.inf
     rule = Rule(data.draw(st.sampled_from([0.0, 2.0])), ahead, safely)

@@ -21,7 +21,7 @@ from spanwise.overlap.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.engine import simulate
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.pytorch_pass import pytorch_order
-from spanwise.overlap.scheduler import Engine, Rule
+from spanwise.overlap.scheduler import ListScheduler, Rule
 from spanwise.overlap.search import OPTIMAL, _Best, schedule
 from tests.overlap.pipelines import Stage
 
@@ -171,7 +171,7 @@ def shared(seed: int) -> Dag:
 
 def best_list(dag: Dag, budget: int) -> float:
     """The shortest of 64 greedy lists of random priorities; infinite if none fits the budget."""
-    engine, drawn = Engine(dag, budget=budget), np.random.default_rng(1)
+    engine, drawn = ListScheduler(dag, budget=budget), np.random.default_rng(1)
     rules = [Rule(queue, safely=False) for queue in (0.0, math.inf, -math.inf)]  # starts on time, early, late
     return min(engine.forward(drawn.random(len(dag)), rules[i % 3]).makespan for i in range(64))
 
@@ -235,7 +235,7 @@ def test_an_order_that_is_longer_at_the_costs_as_given_is_not_kept() -> None:
     dag, slower = made(1.0, 0.5), made(0.1, 3.0)
     own, other = simulate(dag, [0, 2, 1, 3, 4, 5, 6]), [0, 1, 3, 4, 2, 5, 6]
     best = _Best(dag, slower, own, 0, 0.0)
-    best.offer(Engine(slower).replay(np.array(other)))
+    best.offer(ListScheduler(slower).replay(np.array(other)))
     assert simulate(slower, other).makespan < best.makespan and best.order is own.order
 
 

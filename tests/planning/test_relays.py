@@ -55,13 +55,13 @@ def test_what_is_sent_is_what_is_received(problem: tuple[Plan, Dense], host_size
     chunks = [build(plan, group * plan.inner).chunks["default"][1:] for group in range(plan.num_groups)]
     if plan.exchange == "ulysses":
         return
-    assert {len(of_rank) for of_rank in chunks} == {plan.num_chunks()} == {len(plan.route().padded)}
-    for i, tokens in enumerate(plan.route().padded):
+    assert {len(of_rank) for of_rank in chunks} == {plan.num_chunks()} == {len(plan.route().wire_tokens)}
+    for i, tokens in enumerate(plan.route().wire_tokens):
         routes = [of_rank[i].route for of_rank in chunks]
         sizes = np.array([[x.shape[0] for x in (*route.send_sizes, *route.recv_sizes)] for route in routes])
         sent, received = np.split(alike * sizes, 2, axis=1)
         assert (received == sent.T).all() and (received == tokens).all()
-    assert (plan.route().padded.sum(axis=(0, 2)) == plan.needed_tokens()[:: plan.inner]).all()
+    assert (plan.route().wire_tokens.sum(axis=(0, 2)) == plan.needed_tokens()[:: plan.inner]).all()
 
 
 @given(
@@ -86,7 +86,7 @@ def test_relays_share_what_enters(places: int) -> None:
     hardware = spanwise.H100.with_host_size(places)
     plan = make_plan(mask, 12, balancer="contiguous", exchange="hierarchical", hardware=hardware, block_size=1)
     host = np.arange(12) // places
-    entered = (plan.route().padded[0] * (host[:, None] != host)).sum(axis=1)
+    entered = (plan.route().wire_tokens[0] * (host[:, None] != host)).sum(axis=1)
     assert entered.tolist() == [80 * (rank // places * places) // places for rank in range(12)]
     moved = plan.host_traffic()
     assert moved.between == entered.sum()
@@ -108,11 +108,11 @@ def plan_of_reads(reads: list[dict[int, tuple[int, int]]]) -> Plan:
 
 def test_a_rank_that_must_take_rows_passes_fewer_on() -> None:
     plan = plan_of_reads([{2: (0, 20), 3: (10, 20)}])  # rank 2 alone reads the first ten
-    direct, passed = plan.route().padded
+    direct, passed = plan.route().wire_tokens
     assert direct.sum(axis=1).tolist() == [0, 0, 10, 10]
     assert passed.sum(axis=1).tolist() == [0, 0, 10, 0]
     plan = plan_of_reads([{2: (i, i + 1), 3: (i, i + 1)} for i in range(6)])  # one token a batch row
-    assert [each.sum(axis=1).tolist() for each in plan.route().padded] == [[0, 0, 3, 3]] * 2
+    assert [each.sum(axis=1).tolist() for each in plan.route().wire_tokens] == [[0, 0, 3, 3]] * 2
 
 
 def test_ranks_wait_for_their_host_in_the_second_all_to_all() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from spanwise.overlap.bounds import Reach, compute_of
 from spanwise.overlap.dag import rounding
-from spanwise.overlap.scheduler import Engine, Ints
+from spanwise.overlap.scheduler import Ints, ListScheduler
 from spanwise.units import milliseconds, num_bytes
 
 _TRIED = 3_000_000  # nodes issued in all trials of one timeline, 1 to 2 s; the least exposed collectives get none
@@ -122,7 +122,7 @@ class _Trials:
         self.timeline, self.dag, self.reach = timeline, timeline.dag, reach
         self.number = {start: number for number, start in enumerate(self.dag.starts)}
         self.budget = max(budget, timeline.peak_bytes)
-        self.engine = Engine(self.dag)
+        self.engine = ListScheduler(self.dag)
         streams = self.engine.graph.streams  # the last one is new, and nothing uses it yet
         self.engine.graph = self.engine.graph._replace(streams=streams + 1)
         self.left = _TRIED
