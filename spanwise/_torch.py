@@ -180,7 +180,7 @@ def check_first_order() -> None:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def compiled_if_exact(function: _Function) -> _Function:
+def eager_with_torch_2_11(function: _Function) -> _Function:
     """`function`; with torch 2.11, one that ``fullgraph=True`` refuses and that runs eagerly in other compiled code."""
     if COMPILES:
         return function

@@ -30,18 +30,16 @@ def all_ranks(
         for i, chunk in enumerate(local.chunks["default"]):
             if i == 0:
                 piece = [shards[rank] for shards in kv_shards]
-            elif chunk.route.kind == GATHERED:
+            elif chunk.step.kind == GATHERED:
                 padded = local.padded.shape[0]
                 gathered = [torch.cat([pad(x, (0, 0, 0, padded - x.shape[2])) for x in xs], 2) for xs in kv_shards]
-                piece = [pad(x, (0, 0, 0, 1)).index_select(2, chunk.route.order) for x in gathered]
+                piece = [pad(x, (0, 0, 0, 1)).index_select(2, chunk.step.order) for x in gathered]
             else:
                 # From each sender the rows that its own route sends here.
-                routes = [other.chunks["default"][i].route for other in locals_]
-                rows = [route.send.split([x.shape[0] for x in route.send_sizes])[rank] for route in routes]
-                arrived = [
-                    torch.cat([x.index_select(2, at) for x, at in zip(xs, rows, strict=True)], 2) for xs in kv_shards
-                ]
-                piece = [pad(x, (0, 0, 0, 1)).index_select(2, chunk.route.order) for x in arrived]
+                steps = [other.chunks["default"][i].step for other in locals_]
+                rows = [step.send.split([x.shape[0] for x in step.send_sizes])[rank] for step in steps]
+                arrived = [torch.cat([x[:, :, at] for x, at in zip(xs, rows, strict=True)], 2) for xs in kv_shards]
+                piece = [pad(x, (0, 0, 0, 1)).index_select(2, chunk.step.order) for x in arrived]
             parts.append(
                 KERNELS[kernel].attend(
                     plan.shard(q, rank, dim=2),

@@ -28,7 +28,7 @@ from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
-from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, mesh_of
+from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, local_of, mesh_of
 from spanwise.masks.checks import check_finite
 from spanwise.planning.plan import Plan
 
@@ -145,7 +145,7 @@ class _Call(NamedTuple):
 
     plan: Plan | RankPlan
     mesh: DeviceMesh | None
-    mask: str
+    mask_name: str
     kernel: str | Kernel
     options: AttentionOptions
     sinks: Any
@@ -153,7 +153,7 @@ class _Call(NamedTuple):
     expand: Callable[..., Any] | None
 
 
-@_torch.compiled_if_exact
+@_torch.eager_with_torch_2_11
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> tuple[torch.Tensor, Aux]:
     """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
@@ -169,10 +169,11 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     _check(q, k, v, local, kernel, call)
     compared = None if mesh is None or local.num_ranks == 1 else _compare(q, k, v, rows, local, mesh, kernel.name, call)
     here = eager(compared)
-    mask, sinks, request, score_mod = call.mask, call.sinks, call.request, call.options.score_mod
+    mask, sinks, request, score_mod = call.mask_name, call.sinks, call.request, call.options.score_mod
     chunks, batch, flat = local.chunks[mask], q.shape[0], local.chunks[mask][0].flat
     q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
-    num_heads, first = q.shape[1], 0
+
+    num_heads, first, tokens = q.shape[1], 0, local.query_tokens
     if local.trade is not None:
         assert mesh is not None
         group = inner_group(mesh)
@@ -180,7 +181,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         first, compact = local.trade.rank * q.shape[1], None
         sinks = None if sinks is None else sinks[first : first + q.shape[1]]
         score_mod = None if score_mod is None else _for_later_heads(score_mod, first)
-    tokens = local.query_tokens
+
     if flat:
         q, k, v = (_flatten_rows(x) for x in (q, k, v))
         if compact is not None:
@@ -189,9 +190,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         if score_mod is not None:
             # The kernel sees one row: each query's position carries which row it really is.
             tokens = tokens + local.seq_len * torch.arange(batch, device=tokens.device).unsqueeze(1)
-            given, length = score_mod, local.seq_len
-            score_mod = lambda score, b, h, q, kv: given(score, q // length, h, q % length, kv)  # noqa: E731
+            score_mod = _for_flat_rows(score_mod, local.seq_len)
         tokens = tokens.expand(batch, -1).reshape(1, -1)
+
     # Without a name for the K/V: a name would keep the last chunk's alive while the output travels.
     out, lse, max_logit = merged(
         kernel, q, kv_chunks(k, v, chunks, local, mesh, mask, here, compact), chunks, tokens,
@@ -199,12 +200,12 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     )  # fmt: skip
     if flat:
         out, lse = (x.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
+    out, lse = (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     if max_logit is not None and mesh is not None and local.num_ranks > 1:
         # The heads of this rank, among those of its group.
         max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
         max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
+
     if local.trade is not None:
         out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}", call=here)
         if request.lse:
@@ -230,7 +231,7 @@ def _compare(
     """Compare the call across the ranks; returns when its collectives may start."""
     options, mod = call.options, call.options.score_mod
     facts = {
-        "mask": call.mask, "kernel": kernel, "dtype": q.dtype, "scale": plain(options.scale),
+        "mask": call.mask_name, "kernel": kernel, "dtype": q.dtype, "scale": plain(options.scale),
         "softcap": plain(options.softcap), "returns": (call.request.lse, call.request.max_logit),
         "score_mod": None if mod is None else getattr(mod, "__qualname__", type(mod).__name__),
         "expand": None if call.expand is None else getattr(call.expand, "__qualname__", type(call.expand).__name__),
@@ -255,12 +256,12 @@ def _resolved(q: torch.Tensor, call: _Call) -> tuple[RankPlan, DeviceMesh | None
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
     if options.softcap is not None:
         check_finite(options.softcap, "softcap", positive=True)
-    local = plan.local(call.mesh, q.device, kernel=kernel) if isinstance(plan, Plan) else plan
+    local = local_of(plan, call.mesh, q.device, kernel)
     mesh = mesh_of(local, call.mesh)
     if local.num_ranks > 1:
         check_rank(local, mesh)
-    if call.mask not in local.chunks:
-        raise ValueError(f"the plan has no mask named {call.mask!r}; it has {sorted(local.chunks)}")
+    if call.mask_name not in local.chunks:
+        raise ValueError(f"the plan has no mask named {call.mask_name!r}; it has {sorted(local.chunks)}")
     return local, mesh, kernel
 
 
@@ -269,7 +270,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, k
 
     Before the exchange: an error on one rank after it has started would leave the others waiting.
     """
-    own = local.chunks[call.mask][0]
+    own = local.chunks[call.mask_name][0]
     check_shapes(q, k, v, local, own.rows, call.sinks)
     fix_sizes(*[size for x in (q, k, v) for size in (x.shape[1], x.shape[3])])
     if isinstance(call.sinks, torch.Tensor):
@@ -318,6 +319,10 @@ def zero_in_padding(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor
 
 def _for_later_heads(score_mod: Callable[..., Any], first: int) -> Callable[..., Any]:
     return lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first, q_idx, kv_idx)
+
+
+def _for_flat_rows(score_mod: Callable[..., Any], length: int) -> Callable[..., Any]:
+    return lambda score, b, h, q_idx, kv_idx: score_mod(score, q_idx // length, h, q_idx % length, kv_idx)
 
 
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ class _Builder:
         keys = int((come[:, STOP] - come[:, START]).sum())
         return self.kernel.capacity(keys) - keys
 
-    def chunk(self, keys: Sequence[Int64], route: RankStep | None, spare: int, *, flat: bool = True) -> Chunk:
+    def chunk(self, keys: Sequence[Int64], step: RankStep | None, spare: int, *, flat: bool = True) -> Chunk:
         """The chunk of the key runs of each batch row.
 
         Args:
@@ -172,7 +172,7 @@ class _Builder:
             for x in (start, end):
                 _torch.mark_dynamic(_torch.mark_dynamic(x, 1), 2)
         kv_pos = _torch.mark_dynamic(on_device(key_tokens, self.device), 1)
-        return Chunk(start, end, kv_pos, tables, route, rows, flat=flat and rows > 1)
+        return Chunk(start, end, kv_pos, tables, step, rows, flat=flat and rows > 1)
 
 
 def _one_after_another(masks: list[SpanMask]) -> SpanMask:

@@ -109,17 +109,15 @@ def bring(rows: torch.Tensor, steps: Sequence[RankStep], link: Link, *, sums: bo
         if which:
             leaving = [steps[i] for i in which]
             sends = [step.send for step in leaving if step.send is not None]
-            meta = [
-                (i, step.kind, _halves(step), step.send is not None) for i, step in zip(which, leaving, strict=True)
-            ]
+            meta = [(i, step.kind, _sizes(step), step.send is not None) for i, step in zip(which, leaving, strict=True)]
             made = _Start.apply(link, sums, len(steps), meta, rows, carrier, *sends)
             pending.update(zip(which, zip(made[: len(which)], made[len(which) :], strict=True), strict=True))
 
     def arrived(i: int) -> torch.Tensor:
         step = steps[i]
         what = f"{link.label}, chunk {i + 1} of {len(steps)}"
-        # Shapes of the rows give the sizes of one peer: Dynamo fails on a size that has two symbols in one function.
-        meta = step.kind, step.peers or _halves(step), step.spare, step.passed
+        # With one peer, sizes come from the tensors' shapes: Dynamo fails when one size has two symbols.
+        meta = step.kind, step.peers, _sizes(step) if step.peers is None else None, step.spare, step.passed
         found = _Wait.apply(link, sums, what, meta, *pending.pop(i), *([] if step.order is None else [step.order]))
         if not step.passed:
             return found
@@ -142,13 +140,13 @@ def padded(rows: torch.Tensor, length: int, dim: int = 0) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 1 - dim) + (0, missing))
 
 
-def _halves(step: RankStep) -> tuple[list[int], list[int]]:
+def _sizes(step: RankStep) -> tuple[list[int], list[int]]:
     """Rows sent to each rank, and rows received."""
     return [x.shape[0] for x in step.send_sizes], [x.shape[0] for x in step.recv_sizes]
 
 
 class _Start(torch.autograd.Function):
-    """Starts steps that send rows of one buffer; the backward waits for their gradients and sums them in float32.
+    """Starts steps that send rows of one buffer; the backward waits for their gradients and sums them.
 
     Arguments: link, whether gradients are summed, number of steps, number, kind and sizes of each step that starts, the
     rows (None: the carrier), the carrier of their gradient, then `send` of each indexed step. A row sent to several
@@ -194,26 +192,23 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     """Waits for a step: its rows in order, then the rows and an anchor for steps that pass them on.
 
-    Arguments: link, whether gradients are summed, what travels, (kind, sizes or peers, spare, whether rows are passed
-    on), data and anchor of the start, and the order if there is one. The backward sends the gradients of the rows home.
+    Arguments: link, whether gradients are summed, what travels, (kind, peers or else sizes, spare, whether rows are
+    passed on), data and anchor of the start, and the order if there is one. The backward sends their gradients home.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         link, sums, what, meta, data, sent, *order = args
-        kind, halves, spare, passed = meta
-        if isinstance(halves[0], int):
-            to, source = halves
-            halves = [
-                [x.shape[0] if rank == peer else 0 for rank in range(link.size)]
-                for x, peer in ((sent, to), (data, source))
-            ]
+        kind, peers, sizes, spare, passed = meta
+        if peers is not None:
+            ends = zip((sent, data), peers, strict=True)
+            sizes = [[x.shape[0] if rank == peer else 0 for rank in range(link.size)] for x, peer in ends]
         empty = data.new_empty((), dtype=sent.dtype).expand(data.shape)  # has no memory
         # Eager code saves it, or a checkpoint that recomputes would stop before it waits for what it has started.
         ctx.empty = empty if torch.compiler.is_compiling() else None
         ctx.save_for_backward(*order, *([empty] if ctx.empty is None else []))
         ctx.set_materialize_grads(False)
-        ctx.link, ctx.what, ctx.meta, ctx.ordered = link, what, (kind, halves, spare), len(order) > 0
+        ctx.link, ctx.what, ctx.meta, ctx.ordered = link, what, (kind, sizes, spare), len(order) > 0
         rows = failure.wait(data, _name(kind, what, home=False), link.name)
         in_order = rows.view(rows.shape)
         if order:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _torch
 from spanwise.attention.compact import Compact
 from spanwise.attention.compare import Compared
-from spanwise.attention.executor import Link, RankStep, Tensors, bring
+from spanwise.attention.executor import Link, Tensors, bring
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part, not_saving
 from spanwise.attention.rank_plan import RankPlan, outer_link
@@ -120,7 +120,7 @@ def kv_chunks(
     if not local.keep_kv:
         label = f"K/V refetched for the backward, mask {mask!r}"
         refetch = Refetch(rows[0].detach(), rows[1].detach(), remote, link._replace(label=label))
-    steps = [chunk.route for chunk in remote]
+    steps = [chunk.step for chunk in remote if chunk.step is not None]
     form = KV.of(*rows)
     arriving = bring(form.rows(*rows), steps, link)
     yield dataclasses.replace(own, refetch=refetch)
@@ -147,7 +147,7 @@ class Refetch:
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], link: Link) -> None:
         self._kv, self._link = (k, v), link
-        self._steps: list[RankStep] = [chunk.route.direct or chunk.route for chunk in chunks]
+        self._steps = [chunk.step.direct or chunk.step for chunk in chunks if chunk.step is not None]
         self._form = KV.of(k, v)
         self._rows: torch.Tensor | None = None
         self._under_way: dict[int, Iterator[torch.Tensor]] = {}

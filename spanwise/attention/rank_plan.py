@@ -2,7 +2,7 @@
 
 A `RankPlan` is a frozen dataclass registered as a pytree, so that it passes through `torch.compile`, checkpointing
 and FSDP2 as an argument. Everything that changes from batch to batch is the contents or the shape of a tensor; empty
-tensors carry sizes. Other fields are equal in all plans of one rank, or a compiled graph would serve one plan only.
+tensors carry sizes. Other fields rarely change between batches; each change is another graph.
 """
 
 # B layout rows (1, or the batch), T tokens of this rank, S tokens of its group
@@ -53,9 +53,9 @@ class RankPlan:
         causal: names of the masks that are the plain causal mask.
         packed: whether the plan has a packing.
         attention_shape: num_q_heads, num_kv_heads, head_dim, v_head_dim; None where `make_plan` was called without it.
-        positions: int64 ``[B, T]``, position of each token in its document, 0 in padding; one row more than `tokens`
-            has where documents differ by batch row. None where the plan does not know its documents: give
-            `make_plan` its ``cu_seqlens``.
+        positions: int64 ``[B or batch, T]``, position of each token in its document, 0 in padding; a row for each
+            batch row if documents differ by row, though `tokens` may have one. None where the plan does not know its
+            documents: give `make_plan` its ``cu_seqlens``.
         mesh: the cp mesh that ``plan.local`` was given; calls that name none use it.
         digest: uint8 ``[16]`` in host memory, the plan's fingerprint; compared across the ranks in each call.
 
@@ -221,12 +221,13 @@ def local_plan(
     object. The result carries `mesh`, and calls that take it need none.
 
     Args:
-        mesh: 1-D mesh of the cp axis, of ``plan.num_ranks`` ranks; None is allowed for a plan of one rank.
+        mesh: the cp mesh, both cp axes for a plan of two levels; None is allowed for a plan of one rank.
         device: where the tensors live; default: the mesh's device type.
         kernel: the kernel that will use them, as in `context_parallel_attention`; some need tables in the plan.
 
     Raises:
         ValueError: mesh of another size, an unknown kernel.
+        NotImplementedError: inside a transform of `torch.func`.
         spanwise.MismatchError: ranks hold different plans, or a rank makes another call, as after a backward that it
             left out.
         spanwise.ExchangeError: a rank is gone or too late.
@@ -257,6 +258,11 @@ def local_plan(
             local = dataclasses.replace(local, mesh=mesh)
         plan.built[key] = local
     return to_active_mode(local)
+
+
+def local_of(plan: PlanData | RankPlan, mesh: DeviceMesh | None, device: Any, kernel: Any = "auto") -> RankPlan:
+    """`local_plan`, or the rank plan that was given."""
+    return plan if isinstance(plan, RankPlan) else local_plan(plan, mesh, device, kernel=kernel)
 
 
 def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:

@@ -37,7 +37,7 @@ def cross_entropy(
 
     Args:
         logits: ``[…, vocab]``, any floating dtype; computed in float32 at least.
-        labels: int64 ``[…]``; −100 is ignored.
+        labels: int64 ``[…]``, the target of each position, shifted as `shard_batch` does; −100 is ignored.
         mesh: all axes over which parameter gradients are averaged: dp × cp, or cp alone; None on one device.
         num_valid: valid tokens of all ranks and all micro-batches, for gradient accumulation: the sum of the
             micro-batches' losses is then the mean over all of them. Default: counted over `mesh`.
@@ -89,7 +89,7 @@ def linear_cross_entropy(
     Args:
         hidden: ``[…, D]``, any floating dtype.
         vocab_weight: ``[V, D]``.
-        labels: int64 ``[…]``; −100 is ignored: its loss and gradients are 0, whatever `hidden` holds there.
+        labels: as in `cross_entropy`; the loss and gradients of −100 are 0, whatever `hidden` holds there.
         loss_mesh: all axes over which parameter gradients are averaged, as in `cross_entropy`: dp × cp, or cp alone;
             None on one device. Leave the axis of tensor parallelism out.
         vocab_mesh, softcap, bias, chunk: as in `token_logprobs`.

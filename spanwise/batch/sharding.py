@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.compare import tells_refusals
-from spanwise.attention.rank_plan import RankPlan, check_plan, mesh_of, rank_on
+from spanwise.attention.rank_plan import RankPlan, check_plan, local_of, mesh_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
 from spanwise.batch.contents import seq_dim, tensors_of
 from spanwise.batch.token_scores import IGNORE_INDEX
@@ -105,7 +105,7 @@ def unshard(
     check_side(side)
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"unshard takes a tensor, got a {type(x).__name__}")
-    local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
+    local = local_of(plan, mesh, x.device)
     return gather(plan, local, mesh, x, dim, batch_dim, side)
 
 
@@ -131,9 +131,9 @@ def roll(
 
     Args:
         x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim`, `side` as in `unshard`.
-        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
-            `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
-            With ``side="kv"`` they are offsets of keys.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, given to
+            `make_plan` or the masks' own. ``[0, seq_len]`` is one document. A plan with a packing knows its documents:
+            leave it out. With ``side="kv"`` they are offsets of keys.
         tree: in place of documents, the tree of which the plan has the mask. A token gets the one `shifts` before it
             on its path; `shifts` must not be negative, because a token may have several next ones: see `shard_edges`.
 
@@ -142,7 +142,7 @@ def roll(
             the plan.
 
     >>> import torch, spanwise
-    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1, cu_seqlens=[0, 2, 5])
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1)
     >>> spanwise.roll(torch.tensor([[1, 2, 3, 4, 5]]), -1, plan, None, fill_value=-100)
     tensor([[   2, -100,    4,    5, -100]])
     """
@@ -157,7 +157,7 @@ def roll(
         source, inside = parents.clamp(min=0), parents[None] >= 0
     else:
         source, inside = shifted(_ids(_packings(plan, cu_seqlens, side), side), shifts)
-    local = plan.local(mesh, x.device) if isinstance(plan, Plan) else plan
+    local = local_of(plan, mesh, x.device)
     full = gather(plan, local, mesh, x, dim, batch_dim, side)
     rolled = _moved(full, source, inside, dim, batch_dim, fill_value)
     return shard(local, mesh, rolled, dim, batch_dim=batch_dim, side=side)
@@ -244,8 +244,8 @@ def shard_batch(
             where tokens have several, ``[3, B, seq_len]`` (Qwen-VL); one row of them serves all rows.
             ``"attention_mask"`` must mark the padding that the plan has. Numbers, strings, None and tensors without
             dims pass through.
-        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the offsets given to
-            `make_plan`. ``[0, seq_len]`` is one document. A plan with a packing knows its documents: leave it out.
+        cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, given to
+            `make_plan` or the masks' own. ``[0, seq_len]`` is one document. A plan with a packing knows its documents.
         tree: in place of documents, the tree of which the plan has the mask; positions count along its paths. Labels
             follow its edges and cannot be shifted: leave them out, see `shard_edges`.
         shift_labels: False if the loader already shifted.
@@ -264,7 +264,7 @@ def shard_batch(
             plan, or has four dims; values of other types; a tree that does not fit the plan, or labels with it.
 
     >>> import torch, spanwise
-    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1, cu_seqlens=[0, 2, 5])
+    >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1)
     >>> ids = torch.tensor([[1, 2, 3, 4, 5]])
     >>> batch = spanwise.shard_batch({"input_ids": ids, "labels": ids}, plan, mesh=None)
     >>> batch["labels"].tolist(), batch["position_ids"].tolist()

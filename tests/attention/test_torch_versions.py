@@ -28,7 +28,7 @@ def test_refused_or_run_eagerly(monkeypatch: pytest.MonkeyPatch, guarded: bool) 
     def double(x: torch.Tensor) -> torch.Tensor:
         return _Double.apply(x)
 
-    entry = _torch.compiled_if_exact(double) if guarded else double
+    entry = _torch.eager_with_torch_2_11(double) if guarded else double
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return entry(x) + 1

@@ -57,8 +57,8 @@ def test_what_is_sent_is_what_is_received(problem: tuple[Plan, Dense], host_size
         return
     assert {len(of_rank) for of_rank in chunks} == {plan.num_chunks()} == {len(plan.route().wire_tokens)}
     for i, tokens in enumerate(plan.route().wire_tokens):
-        routes = [of_rank[i].route for of_rank in chunks]
-        sizes = np.array([[x.shape[0] for x in (*route.send_sizes, *route.recv_sizes)] for route in routes])
+        steps = [of_rank[i].step for of_rank in chunks]
+        sizes = np.array([[x.shape[0] for x in (*step.send_sizes, *step.recv_sizes)] for step in steps])
         sent, received = np.split(alike * sizes, 2, axis=1)
         assert (received == sent.T).all() and (received == tokens).all()
     assert (plan.route().wire_tokens.sum(axis=(0, 2)) == plan.needed_tokens()[:: plan.inner]).all()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from spanwise import _torch
+from spanwise.attention.executor import RankStep
 from spanwise.attention.kernels._tiles import max_logit
 from spanwise.attention.kernels.merge import Part, part_of
 from spanwise.masks.span_mask import SpanMask
@@ -36,7 +37,7 @@ class Chunk:
             ``end <= start`` is an empty span.
         kv_pos: int32 ``[B or 1, T]``, global position of each key.
         tables: the result of `Kernel.tables` for this chunk.
-        route: tensors with which the exchange brings the keys; None for the rank's own.
+        step: brings the keys; None for the rank's own.
         rows: batch rows with different masks or layouts; 1 serves any batch.
         flat: whether these rows are concatenated along one dim, queries and keys alike.
     """
@@ -45,7 +46,7 @@ class Chunk:
     end: Tensor
     kv_pos: Tensor
     tables: Any = None
-    route: Any = None
+    step: RankStep | None = None
     rows: int = 1
     flat: bool = False
 

@@ -8,7 +8,7 @@ The backward of ring attention needs nothing of a part either. With P_i = exp(sc
 
     dv_i = P_i^T grad_out,    dscores_i = P_i * (grad_out v_i^T - rowsum(grad_out * out) + grad_lse),
 
-where out, grad_out and grad_lse are the union's, too. So a part brings four *tokens*, tensors without memory, and the
+where out, grad_out and grad_lse are the union's, too. So a part brings four *anchors*, tensors without memory, and the
 merge sends back along them, as if they were gradients, **grad_out, out, grad_lse and lse of the union**: what the
 backward of a whole attention takes. What is saved is one output and one lse, whatever the number of parts.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spanwise import _torch
 
-# out [B, H, T, Dv] and lse [B, H, T], without gradients; then the tokens for grad_out, out, grad_lse and lse.
+# out [B, H, T, Dv] and lse [B, H, T], without gradients; then the anchors for grad_out, out, grad_lse and lse.
 Part = tuple[Tensor, ...]
 
 
@@ -37,13 +37,13 @@ class Merging:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._union: list[Tensor] = []  # out and lse
-        self._tokens: list[Tensor] = []
+        self._anchors: list[Tensor] = []
         self._dtype = dtype
 
     def add(self, part: Part) -> None:
         """Add a part; its lse is −inf where a row has no key."""
-        out, lse, *tokens = part
-        self._tokens.extend(tokens)
+        out, lse, *anchors = part
+        self._anchors.extend(anchors)
         if self._union:
             out, lse = union(self._union[0], self._union[1], out, lse)
         self._union[:] = out, lse
@@ -51,7 +51,7 @@ class Merging:
     def result(self) -> tuple[Tensor, Tensor]:
         """out ``[B, H, T, Dv]`` and lse ``[B, H, T]``, differentiable; see `merge`."""
         out, lse = self._union
-        return _Result.apply(self._dtype, out, lse, *self._tokens)
+        return _Result.apply(self._dtype, out, lse, *self._anchors)
 
 
 def merge(parts: Sequence[Part], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -87,8 +87,8 @@ def union(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[T
     return torch.lerp(out.to(wide), new_out.to(wide), weight.to(wide)), torch.logaddexp(lse, new_lse)
 
 
-def tokens(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tokens of a part; ``dtype`` is that in which it takes the union's grad_out and out."""
+def anchors(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The anchors of a part; ``dtype`` is that in which it takes the union's grad_out and out."""
     of_out, of_lse = out.new_empty((), dtype=dtype), lse.new_empty(())
     return (*(of_out.expand(out.shape) for _ in range(2)), *(of_lse.expand(lse.shape) for _ in range(2)))  # type: ignore[return-value]
 
@@ -111,7 +111,7 @@ class _Part(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.whole_out = out.dtype, whole_out
         ctx.save_for_backward(*(values if whole_out is None else values[1:]))
-        return *values, *tokens(out, lse, out.dtype)
+        return *values, *anchors(out, lse, out.dtype)
 
     @staticmethod
     def backward(ctx: Any, _: Any, __: Any, grad_out: Any, whole_out: Any, grad_lse: Any, whole_lse: Any) -> Any:
@@ -130,12 +130,12 @@ class _Part(torch.autograd.Function):
 
 
 class _Result(torch.autograd.Function):
-    """Out and lse of the union; its backward sends the tokens of all parts what they stand for."""
+    """Out and lse of the union; its backward sends the anchors of all parts what they stand for."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, out: Tensor, lse: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, dtype: torch.dtype, out: Tensor, lse: Tensor, *anchors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.parts = len(tokens) // 4
+        ctx.parts = len(anchors) // 4
         out, lse = out.detach().to(dtype), lse.detach()
         ctx.save_for_backward(out, lse)
         return out, lse.to(lse_dtype(out), copy=True)

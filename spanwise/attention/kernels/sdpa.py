@@ -20,7 +20,7 @@ from spanwise import _torch
 from spanwise.attention.kernels._flops import count_flops
 from spanwise.attention.kernels._tiles import Piece, alike, folded, tiles, unfolded, whole
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
-from spanwise.attention.kernels.merge import Part, lse_dtype, merge, tokens, union, with_lse_gradient
+from spanwise.attention.kernels.merge import Part, anchors, lse_dtype, merge, union, with_lse_gradient
 
 _aten = torch.ops.aten
 
@@ -219,7 +219,7 @@ class _Part(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):  # or products of a softcap would be rounded to bfloat16
             out, lse = forward(q, k, v, start, end, scale, softcap)
         ctx.mark_non_differentiable(out, lse)
-        return out, lse, *tokens(out, lse, q.dtype)
+        return out, lse, *anchors(out, lse, q.dtype)
 
     @staticmethod
     def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ def resolve(kernel: str | Kernel, device: torch.device, score_mod: ScoreMod | No
 
 
 def find(kernel: str | Kernel, device: torch.device) -> Kernel:
-    """The kernel that `resolve` would take, whether or not it runs on ``device``; ``ValueError`` for others."""
+    """The kernel for whose tables a rank plan is built: `resolve` without its checks and without a score_mod."""
     if isinstance(kernel, Kernel):
         return kernel
     if kernel == "auto":

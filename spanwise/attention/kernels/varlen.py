@@ -20,7 +20,7 @@ from spanwise import _torch
 from spanwise.attention.kernels._flops import count_flops
 from spanwise.attention.kernels._segments import Window, cut_rounds
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
-from spanwise.attention.kernels.merge import Part, lse_dtype, merge, tokens, union, with_lse_gradient
+from spanwise.attention.kernels.merge import Part, anchors, lse_dtype, merge, union, with_lse_gradient
 from spanwise.masks.span_mask import SpanMask
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -134,7 +134,7 @@ class _Part(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         out, lse = torch.ops.spanwise.varlen(*args)
         ctx.mark_non_differentiable(out, lse)
-        return out, lse, *tokens(out, lse, out.dtype)
+        return out, lse, *anchors(out, lse, out.dtype)
 
     @staticmethod
     def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:
