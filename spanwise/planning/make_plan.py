@@ -197,12 +197,12 @@ class _Search:
         # With fewer blocks than ranks there is next to nothing to balance or to move.
         if several and (balancer == "local" or (auto and not everything and self.problem.num_blocks >= outer)):
             waits = auto and _waits_for_exchange(found)
-            found += self.variants("local")
+            found += self.variants("local", searched=True)
             if (host_groups := self.fields["hardware"].groups_on_a_host(*self.levels)) is not None:
-                found += self.variants(Local(host_size=host_groups), "local, by host")
+                found += self.variants(Local(host_size=host_groups), "local, by host", searched=True)
             for bound, tried in ((_TIGHT, auto), (_LOOSE, waits)):
                 if tried:
-                    found += self.variants(Local(bound), f"local, imbalance to {bound:g}")
+                    found += self.variants(Local(bound), f"local, imbalance to {bound:g}", searched=True)
         # Ulysses over all ranks, where "auto" may choose it: the heads divide, and no argument rules it out.
         heads = self.fields["num_q_heads"]
         free = self.exchange is None and self.stages is None and self.keep_kv is not False
@@ -211,10 +211,10 @@ class _Search:
             found += _and_moved(plan.replace(kv_exchange=EXCHANGES["ulysses"]))
         return found
 
-    def variants(self, balancer: str | LoadBalancer, label: str = "") -> list[Plan]:
+    def variants(self, balancer: str | LoadBalancer, label: str = "", *, searched: bool = False) -> list[Plan]:
         """The layout of a balancer with each exchange and number of chunks, simplest first; priced, if several."""
         plan = self._assigned(balancer, label, *self.levels)
-        exchanges = [self.exchange] if self.exchange else self._exchanges(searched=_is_searched(plan))
+        exchanges = [self.exchange] if self.exchange else self._exchanges(searched)
         options = [(each, stages) for each in exchanges for stages in each.chunk_choices(self.stages)]
         if plan.num_groups == 1:  # nothing travels between groups
             options = [(EXCHANGES["ulysses"] if plan.inner > 1 else self.exchange or plan.kv_exchange, 1)]
@@ -227,8 +227,9 @@ class _Search:
             chosen = stages in (1, self.stages)
             if exchange is no_more_chunks_of or not (chosen or stages in map(variant.num_chunks, variant.masks)):
                 continue
-            is_priced = len(options) > 1 or exchange.name not in EXCHANGES  # a caller's steps are checked so
-            found += [_priced(one) if is_priced else one for one in _and_moved(variant)]
+            # A price checks the steps of a caller's function.
+            is_priced = len(options) > 1 or searched or exchange.name not in EXCHANGES
+            found += [_priced(one, searched) if is_priced else one for one in _and_moved(variant)]
             if len(options) > 1 and self.budget is None:
                 cost = found[-1].candidates[0].seconds
                 if cost["exposed_forward"] + cost["exposed_backward"] <= _HIDDEN * cost["total"]:
@@ -260,11 +261,6 @@ class _Search:
         )  # fmt: skip
 
 
-def _is_searched(plan: Plan) -> bool:
-    """Whether the layout is one for little traffic, not by a rule that knows no mask."""
-    return plan.balancer.split(",")[0] == "local"
-
-
 def _and_moved(plan: Plan) -> list[Plan]:
     """The plan, and where it differs one whose recurrent layers run in a contiguous layout."""
     moved = plan.replace(relayout=True) if plan.recurrences else plan
@@ -278,7 +274,7 @@ def _waits_for_exchange(plans: list[Plan]) -> bool:
     return False
 
 
-def _priced(plan: Plan) -> Plan:
+def _priced(plan: Plan, searched: bool = False) -> Plan:
     """A copy with what it costs as its only candidate, and without its routes, which are large."""
     if plan.candidates:
         return plan
@@ -289,7 +285,7 @@ def _priced(plan: Plan) -> Plan:
     )
     candidate = Candidate(
         plan.balancer, plan.exchange, plan.stages, float(work.max() / work.mean()) if work.any() else 1.0,
-        float(recv.mean()), float(recv.max()), memory.held(nominal), seconds.predict(nominal), plan.relayout,
+        float(recv.mean()), float(recv.max()), memory.held(nominal), seconds.predict(nominal), plan.relayout, searched,
     )  # fmt: skip
     return plan.replace(candidates=(candidate,))
 
@@ -329,10 +325,10 @@ def _fastest(plans: list[Plan]) -> Plan:
     limit = min(candidates[i].recv_mean for i in fast) / _SAVED
     simple = (i for i in fast if not plans[i].kv_exchange.everything or candidates[i].recv_mean < limit)
     chosen = plans[next(simple, fast[0])]
-    if _is_searched(chosen):  # none of these layouts is simpler than another: the fastest, by no more chunks
+    if chosen.candidates[0].searched:  # none of these layouts is simpler than another: the fastest, by no more chunks
         kind = (chosen.exchange, chosen.relayout)
-        alike = [plans[i] for i in fast if _is_searched(plans[i]) and (plans[i].exchange, plans[i].relayout) == kind]
-        alike = [plan for plan in alike if plan.stages <= chosen.stages]
+        alike = [plans[i] for i in fast if candidates[i].searched and plans[i].stages <= chosen.stages]
+        alike = [plan for plan in alike if (plan.exchange, plan.relayout) == kind]
         chosen = min(alike, key=lambda plan: (plan.candidates[0].seconds["total"], plan.candidates[0].recv_mean))
     return chosen.replace(reason=_reason(chosen, plans), candidates=tuple(candidates))
 
@@ -342,7 +338,7 @@ def _reason(plan: Plan, plans: list[Plan]) -> str:
     total = plan.candidates[0].seconds["total"]
     kinds = "attention and recurrent layers" if plan.recurrences else "attention"
     reason = f"{_name(plan)}: {as_text(total)} a step of {kinds} predicted on {plan.hardware.name}"
-    plain = [one for one in plans if not _is_searched(one) and one.kv_exchange.everything]
+    plain = [one for one in plans if not one.candidates[0].searched and one.kv_exchange.everything]
     usual = min(plain, key=lambda one: one.candidates[0].seconds["total"], default=plan)
     if usual.candidates[0].seconds["total"] > total > 0:
         other = usual.candidates[0].seconds["total"]

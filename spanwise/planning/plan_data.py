@@ -50,6 +50,7 @@ class Candidate:
         held: bytes that the busiest rank holds for exchanges; `make_plan` compares them with a memory budget.
         seconds: result of `Plan.predict`.
         relayout: as the plan's.
+        searched: whether the layout is one for little traffic, as "local" finds them.
     """
 
     balancer: str
@@ -61,6 +62,7 @@ class Candidate:
     held: int
     seconds: Mapping[str, float]
     relayout: bool = False
+    searched: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
