@@ -155,6 +155,18 @@ def offload() -> str:
     return table(["budget", "PyTorch's rule", "spanwise", "floor", "GB that leave"], body)
 
 
+def public_graphs() -> str:
+    body = []
+    for row in load("public-graphs")["cases"]:
+        theirs = row.get("PyTorch")
+        cells = [f"{row[key]['ms']:.1f} ({row[key]['launches']})" if key in row else "fails"
+                 for key in ("PyTorch", "spanwise, buckets")]  # fmt: skip
+        at_peak = row.get("spanwise, buckets, PyTorch's peak")
+        same = f"{at_peak['ms']:.1f} ({at_peak['ms'] / theirs['ms']:.3f})" if at_peak and theirs else "–"
+        body.append([row["graph"], f"{row['nodes']:,}", f"{row['own']['ms']:.1f}", *cells, same, f"{row['bound']:.1f}"])
+    return table(["graph", "nodes", "as given", "PyTorch", "spanwise", "at PyTorch's peak", "bound, no buckets"], body)
+
+
 SHOWN = ("spanwise / own", "spanwise / PyTorch", "spanwise / greedy", "spanwise, buckets / PyTorch, buckets",
          "spanwise / bound", "PyTorch / bound")  # fmt: skip
 
@@ -320,6 +332,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pieces": pieces,
     "noise": noise,
     "offload": offload,
+    "public graphs": public_graphs,
     "overlap link": overlap_link,
     "zoo": zoo,
     "pieces over a link": lambda: overlap_link("overlap-link-split-cpu"),
