@@ -240,9 +240,10 @@ def shard_batch(
     Args:
         batch: tensors ``[B, seq_len, …]``, or ``[seq_len, …]`` with ``dim=0``, whole on every rank. ``"labels"``
             (int64, −100 is ignored) are shifted: the label of a token becomes the next token's, −100 at the end of
-            each document. Padding always gets −100. ``"position_ids"`` is added if missing, and cut along its last dim
-            where tokens have several, ``[3, B, seq_len]`` (Qwen-VL); one row of them serves all rows.
-            ``"attention_mask"`` must mark the padding that the plan has. Numbers, strings, None and tensors without
+            each document. Padding, of the plan's packing or of ``"attention_mask"``, always gets −100.
+            ``"position_ids"`` is added if missing, and cut along its last dim where tokens have several,
+            ``[3, B, seq_len]`` (Qwen-VL); one row of them serves all rows. ``"attention_mask"`` must mark the padding
+            that the plan has. Numbers, strings, None and tensors without
             dims pass through.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, given to
             `make_plan` or the masks' own. ``[0, seq_len]`` is one document. A plan with a packing knows its documents.
@@ -297,8 +298,11 @@ def shard_batch(
         raise ValueError(f"cu_seqlens has {len(packings)} rows, the batch has {rows if dim else 'no batch dim'}")
     whole = dict(tensors)
     if "labels" in tensors:
+        labels = tensors["labels"]
         shifts = -1 if shift_labels else 0
-        whole["labels"] = _moved(tensors["labels"], *shifted(_ids(packings), shifts), dim, 0, IGNORE_INDEX)
+        if "attention_mask" in tensors and "attention_mask" not in kv:
+            labels = labels.masked_fill(to_device_of(labels, tensors["attention_mask"]) == 0, IGNORE_INDEX)
+        whole["labels"] = _moved(labels, *shifted(_ids(packings), shifts), dim, 0, IGNORE_INDEX)
     if "position_ids" not in tensors and not counted:
         counts = [packing.positions() for packing in packings] if tree is None else [tree.positions()]
         positions = to_device_of(first, torch.from_numpy(np.stack(counts)))

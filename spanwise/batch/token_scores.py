@@ -190,7 +190,7 @@ def score(
     if weight is not None and bias is not None:  # one more column of the weight
         x, weight = F.pad(x, (0, 1), value=1.0), torch.cat([weight, bias.unsqueeze(1)], dim=1)
     x_ND = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    logprobs = _TokenScores.apply(x_ND, weight, labels.flatten(), first, *scoring._replace(mesh=mesh))
+    logprobs = _TokenScores.apply(x_ND, weight, labels.flatten(), first, bias is not None, *scoring._replace(mesh=mesh))
     (logprobs,) = compare_backward((logprobs,), compare)
     return logprobs.view(labels.shape)
 
@@ -207,9 +207,10 @@ def check_vocabulary(labels: Tensor, vocab: Tensor | int) -> None:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor | None, labels_N: Tensor, first: Tensor, *given: Any
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor | None, labels_N: Tensor, first: Tensor, biased: bool, *given: Any
     ) -> Tensor:
-        scoring = ctx.scoring = Scoring(*given)
+        scoring, ctx.biased = Scoring(*given), biased
+        ctx.scoring = scoring
         mesh = scoring.mesh
         ctx.dtypes = _dtypes(x_ND, weight_VD)
         # Largest logit, finite for differences that are not NaN; sum of exp(logit - largest); the label's logit. A rank
@@ -218,7 +219,7 @@ class _TokenScores(torch.autograd.Function):
         start = (lowest, 0, -math.inf)
         top_N, sum_N, picked_N = (x_ND.new_full((len(x_ND),), x, dtype=ctx.dtypes[1]) for x in start)
         with torch.autocast(x_ND.device.type, enabled=False):
-            for part, h, z_CV, index, own in _chunks(x_ND, weight_VD, labels_N, first, ctx.dtypes, scoring):
+            for part, h, z_CV, index, own in _chunks(x_ND, weight_VD, labels_N, first, ctx.dtypes, biased, scoring):
                 if z_CV.shape[1]:
                     picked_N[part] = z_CV.gather(1, index).masked_fill_(~own, -math.inf).squeeze(1)
                     top_N[part] = z_CV.amax(-1).clamp_(min=lowest)
@@ -249,7 +250,7 @@ class _TokenScores(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=dtype) if need_weight else None
         with torch.autocast(x_ND.device.type, enabled=False):
             weight = None if weight_VD is None else weight_VD.to(operand_dtype)
-            for part, h, z_CV, index, own in _chunks(x_ND, weight, labels_N, first, ctx.dtypes, scoring):
+            for part, h, z_CV, index, own in _chunks(x_ND, weight, labels_N, first, ctx.dtypes, ctx.biased, scoring):
                 slope = None if softcap is None else (z_CV * (temperature / softcap)).square_().neg_().add_(1)
                 g = g_N1[part]
                 d_CV = z_CV.sub_(top_N[part].unsqueeze(-1)).sub_(log_sum_N[part].unsqueeze(-1)).exp_().mul_(-g)
@@ -270,7 +271,7 @@ class _TokenScores(torch.autograd.Function):
             if grad_x is not None and summed:
                 grad_x = failure.all_reduce(grad_x, "sum", mesh, "the gradient of hidden states")
         found = zip((grad_x, grad_weight), (x_ND, weight_VD), strict=True)
-        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 6
+        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 7
 
 
 def _dtypes(x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
@@ -290,7 +291,7 @@ def _dtypes(x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, torch.dtype]
 
 def _chunks(
     x_ND: Tensor, weight: Tensor | None, labels_N: Tensor, first: Tensor, dtypes: tuple[torch.dtype, torch.dtype],
-    scoring: Scoring,
+    biased: bool, scoring: Scoring,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Slices of tokens, their operands ``[C, D]`` and logits ``[C, V]``, which may be written to.
 
@@ -304,8 +305,10 @@ def _chunks(
     index_N1, own_N1 = column_N1.clamp(0, max(vocab - 1, 0)), (column_N1 >= 0) & (column_N1 < vocab)
     for start in range(0, len(x_ND), chunk):
         part = slice(start, min(start + chunk, len(x_ND)))
-        # What padding holds, NaN included, is never read.
+        # What padding holds, NaN included, is never read. The column of a bias stays 1: 0 times one of -inf is NaN.
         h = x_ND[part].masked_fill((labels_N[part] == IGNORE_INDEX).unsqueeze(-1), 0).to(operand_dtype)
+        if biased:
+            h[:, -1] = 1
         z = h if weight is None else _product(h, weight.t(), dtype)
         if scoring.softcap is not None:
             z.div_(scoring.softcap).tanh_().mul_(scoring.softcap)

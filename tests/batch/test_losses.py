@@ -261,6 +261,11 @@ def test_ignored_tokens_may_hold_nan_and_minus_infinity_is_a_logit() -> None:
     found = spanwise.token_logprobs(dirty, labels, vocab_weight=weight, bias=bias, chunk=4)
     assert (found[labels == -100] == 0).all()
     torch.testing.assert_close(torch.autograd.grad(found.sum(), (dirty, weight, bias)), expected)
+    off = bias.detach().clone()  # a bias may switch off rows that pad the vocabulary
+    off[min({*range(1, len(off))} - {*labels.tolist()})] = -math.inf
+    expected = torch.autograd.grad(reference(hidden, weight, off, labels).sum(), (hidden, weight))
+    scores = spanwise.token_logprobs(hidden, labels, vocab_weight=weight, bias=off, chunk=4)
+    torch.testing.assert_close(torch.autograd.grad(scores.sum(), (hidden, weight)), expected)
     logits = torch.tensor([[0.5, -math.inf, 1.0]] * 2, requires_grad=True)
     found = spanwise.token_logprobs(logits, torch.tensor([0, 1]))
     kept = torch.tensor([0.5, 1.0]).log_softmax(-1)

@@ -238,8 +238,9 @@ SIX = spanwise.make_plan(SpanMask.causal(6), 1)
 def test_attention_masks_that_agree_are_cut() -> None:
     ids, ones = torch.arange(12).view(2, 6), torch.ones_like(ZEROS_AND_ONES)
     for plan, mask in ((FROM_MASK, ZEROS_AND_ONES), (FROM_MASK, ZEROS_AND_ONES.bool()), (FROM_MASK, ones), (SIX, ones)):
-        cut = spanwise.shard_batch({"input_ids": ids, "attention_mask": mask}, plan)
+        cut = spanwise.shard_batch({"labels": ids, "attention_mask": mask}, plan, shift_labels=False)
         assert torch.equal(cut["attention_mask"], mask)
+        assert torch.equal(cut["labels"], ids.masked_fill(mask == 0, -100))
     batch = {"input_ids": ids.flatten(), "attention_mask": ZEROS_AND_ONES.flatten()}
     assert torch.equal(spanwise.shard_batch(batch, FLAT_PLAN, dim=0)["attention_mask"], ZEROS_AND_ONES.flatten())
 

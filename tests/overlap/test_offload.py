@@ -49,6 +49,11 @@ def on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+def values(gm: fx.GraphModule, inputs: Any, late: bool) -> list[torch.Tensor]:
+    """Results without their strides, which fake tensors get wrong for dims of size 1 (torch 2.13)."""
+    return [x.clone(memory_format=torch.contiguous_format) for x in run(gm, inputs, late=late)]
+
+
 @settings(max_examples=60)
 @given(programs(), st.integers(0, 2**32 - 1))
 def test_what_comes_back_is_what_left(program: Program, seed: int) -> None:
@@ -60,9 +65,9 @@ def test_what_comes_back_is_what_left(program: Program, seed: int) -> None:
     made.graph.lint()
     assert len(to_dag(made, one).dag) >= len(captured.dag) + 4 * len(chosen)
     for late in (False, True):
-        same(run(on_cpu(with_copies(gm, captured, chosen)), inputs, late=late), run(gm, inputs, late=late))
+        same(values(on_cpu(with_copies(gm, captured, chosen)), inputs, late), values(gm, inputs, late))
     result = overlap.optimize(made, one)  # any order of the search is as right
-    same(run(on_cpu(result.graph_module), inputs, late=True), run(gm, inputs))
+    same(values(on_cpu(result.graph_module), inputs, True), values(gm, inputs, False))
 
 
 def step(layers: int = 6, width: int = 64) -> tuple[fx.GraphModule, list[torch.Tensor]]:
