@@ -127,7 +127,7 @@ def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path) -> None:
     assert {*sizes[::4], *problems} <= set(samples) and any("remote" in what for what in samples)
     assert sum(" bytes" in what for what in samples) <= len(sizes)
     assert all(0 < value < seconds for value in samples.values())
-    assert "2 ranks of 1 threads: kernel sdpa, 8 and 8 heads of 64 and 64, float32" in hardware.source
+    assert "2 ranks of 1 threads: kernel sdpa, 8 and 8 heads of 64, float32" in hardware.source
     # The figures describe what they were fitted to.
     moved = hardware.all_gather_seconds(SMALLEST, 2)
     assert 0.1 < moved / samples[f"all_gather of {SMALLEST:,} bytes"] < 10
