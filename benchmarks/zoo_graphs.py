@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy
 
 from spanwise.overlap import _torch
+from spanwise.overlap.fx.capture import recompute_gathers
 from spanwise.overlap.fx.decoder import Axis, Moved
 
 
@@ -84,12 +84,7 @@ def _passes(loss: Callable[..., torch.Tensor], inputs: list[torch.Tensor], recom
     with _torch.compiling():  # transformers looks into masks that it does not know to be traced
         joint = _torch.joint_graph(lambda *args: (loss(*args),), inputs)
     _torch.drop_assertions(joint.graph)
-    start = _torch.functional_collectives.all_gather_into_tensor.default
-    for node in joint.graph.find_nodes(op="call_function", target=start):
-        if node.args[2] == recomputed:
-            for one in (node, *node.users, *node.all_input_nodes):
-                if one.op == "call_function":
-                    one.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    recompute_gathers(joint, recomputed)
     return dict(zip(("forward", "backward"), _torch.partition(joint, 1), strict=True))
 
 

@@ -107,7 +107,7 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
     for node, value in zip(placeholders[len(inputs) - len(real) : len(inputs)], real, strict=True):
         node.meta["known"] = value  # spans: attention is priced by them
     _torch.drop_assertions(joint.graph)
-    _recompute_gathers(joint, axes["dp"].name)
+    recompute_gathers(joint, axes["dp"].name)
     forward, backward = _torch.partition(joint, 1)
     for module in (forward, backward):
         if config.device != "cpu":
@@ -117,14 +117,14 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
     return Graphs(forward, backward, axes)
 
 
-def _recompute_gathers(joint: torch.fx.GraphModule, dp: str) -> None:
-    """Mark gathered parameters to be gathered again in the backward, not saved (FSDP2's ``reshard_after_forward``).
+def recompute_gathers(joint: torch.fx.GraphModule, group: str) -> None:
+    """Mark what `group` gathers to be gathered again in the backward, not saved (FSDP2's ``reshard_after_forward``).
 
     torchtitan's compiled FSDP does the same with a checkpointing policy.
     """
     all_gather = _torch.functional_collectives.all_gather_into_tensor.default
     for start in joint.graph.find_nodes(op="call_function", target=all_gather):
-        if start.args[2] == dp:
+        if start.args[2] == group:
             for node in (start, *start.users, *start.all_input_nodes):
                 if node.op == "call_function":
                     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
