@@ -119,7 +119,7 @@ def _readers(node: fx.Node, number: dict[fx.Node, int], captured: Captured) -> t
 
 
 def choices(captured: Captured, budget: int) -> Iterator[list[Activation]]:
-    """Sets of activations without which the graph's own order fits `budget`, each once."""
+    """Sets of activations without which the graph's own order fits `budget`, each once; none if it fits as it is."""
     idle, alive = activations(captured), captured.dag.alive_bytes()
     seen: list[list[Activation]] = []
     for copies in _IN_FLIGHT:
@@ -127,13 +127,13 @@ def choices(captured: Captured, budget: int) -> Iterator[list[Activation]]:
         chosen = chosen_for(idle, alive, budget - copies * largest)
         if chosen is None:
             return  # the next budgets are no larger
-        if chosen not in seen:
+        if chosen and chosen not in seen:
             seen.append(chosen)
             yield chosen
 
 
 def chosen_for(idle: Sequence[Activation], alive: NDArray[np.int64], budget: int) -> list[Activation] | None:
-    """The longest idle of `idle` at each peak above `budget`, in order; None if the order does not fit without all."""
+    """The longest idle at each peak above `budget`, in the graph's order; None if all of them are too few."""
     alive, left, chosen = alive.copy(), sorted(idle, key=lambda one: (-one.ms, one.node)), list[Activation]()
     while alive.max(initial=0) > budget:
         peak = int(alive.argmax())

@@ -17,7 +17,7 @@ from spanwise import H100, overlap
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.graph import to_dag
-from spanwise.overlap.offload import activations, with_copies
+from spanwise.overlap.offload import activations, choices, with_copies
 from tests.overlap.programs import Program, one, programs, run, same, traced
 
 pytest.importorskip("torch._functorch._activation_offloading.offload_ops", reason="this torch has no offloads")
@@ -110,6 +110,7 @@ def test_nothing_leaves_where_everything_fits() -> None:
     budget = overlap.simulate(gm, COST).peak_bytes
     result, plain = (overlap.optimize(gm, COST, memory_budget=budget, offload=on) for on in (True, False))
     assert result.offloaded is None and result.timeline.makespan == plain.timeline.makespan
+    assert list(choices(to_dag(gm, COST), budget)) == []
 
 
 def test_wrong_calls() -> None:
