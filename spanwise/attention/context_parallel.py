@@ -161,9 +161,7 @@ class ContextParallel(ParallelStyle):
         try:
             bound = signature.bind_partial(*args, **kwargs)
         except TypeError as error:
-            raise ValueError(
-                f"the wrapped attention, called as its signature {signature} does not allow: {error}"
-            ) from None
+            raise ValueError(f"the call does not fit the wrapped module's signature {signature}: {error}") from None
         bound.apply_defaults()
         call = dict(bound.arguments)
         for name, parameter in signature.parameters.items():
