@@ -204,15 +204,11 @@ def _next(graph, known, state, ready, rule, horizon):  # type: ignore[no-untyped
 
 
 @_compiled
-def _first_wait(graph, state, waits, count, rank, by_priority):  # type: ignore[no-untyped-def]
-    """The wait whose collective ends first, or whose priority is the smallest."""
+def _first_wait(graph, state, waits, count):  # type: ignore[no-untyped-def]
+    """The wait whose collective ends first."""
     best = waits[0]
     for at in range(1, count):
-        one = waits[at]
-        if by_priority:
-            best = one if rank[one] < rank[best] else best
-        else:
-            best = one if state.end[graph.partner[one]] < state.end[graph.partner[best]] else best
+        best = waits[at] if state.end[graph.partner[waits[at]]] < state.end[graph.partner[best]] else best
     return best
 
 
@@ -237,13 +233,13 @@ def list_schedule(graph, known, state, ready, rule, longest, work):  # type: ign
         if state.numbers[_COUNT] == count:
             return True
         if soonest <= clock[0]:
-            chosen = _first_wait(graph, state, waits, num_waits, ready.rank, False)
+            chosen = _first_wait(graph, state, waits, num_waits)
         else:
             while lowest < count - 1 and (state.done[ready.nodes[lowest]] or ready.is_first[ready.nodes[lowest]]):
                 lowest += 1
             chosen = _next(graph, known, state, ready, rule, ready.priorities[ready.nodes[lowest]] + rule.ahead)
         if chosen < 0 and num_waits:
-            chosen = _first_wait(graph, state, waits, num_waits, ready.rank, rule.wait_by_priority)
+            chosen = _first_wait(graph, state, waits, num_waits)
         for stream in range(1, graph.streams):  # all that is left waits for its stream
             if chosen < 0 and ready.sizes[stream]:
                 chosen = _take(graph, known, state, ready, rule, stream, math.inf)

@@ -119,13 +119,11 @@ class Rule(NamedTuple):
             streams get one. A long queue leaves no gap where costs are wrong; a short one takes memory late.
         ahead: how far a node that takes memory may be ahead of the smallest priority left; early results fill memory.
         safely: whether memory is taken only where the known order can follow. Otherwise a schedule may get stuck.
-        wait_by_priority: whether idle compute waits for the collective of the smallest priority, not the first to end.
     """
 
     queue: float = 0.0
     ahead: float = math.inf
     safely: bool = True
-    wait_by_priority: bool = False
 
 
 class Run(NamedTuple):

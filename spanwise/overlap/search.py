@@ -218,12 +218,11 @@ class _Search:
         next(self.samples)
 
     def _samples(self) -> Iterator[None]:
-        by_rule = [[(priorities, rule, False) for priorities in self.priorities] for rule in _RULES]
-        by_wait = [(priorities, _EAGER, True) for priorities in self.priorities]
+        by_rule = [(priorities, rule) for rule in _RULES for priorities in self.priorities]
         count = default_effort(self.dag) // _CHANCE
-        lists = [(_uniform(-seed, len(self.dag)), _RANDOM[seed % len(_RANDOM)], False) for seed in range(count)]
-        first, more = by_rule[0] + by_rule[1], [trial for of_rule in by_rule[2:] for trial in of_rule] + by_wait
-        for trials, most in ((first, 1), (more + lists, _FRONT)):
+        lists = [(_uniform(-seed, len(self.dag)), _RANDOM[seed % len(_RANDOM)]) for seed in range(count)]
+        first = 2 * len(self.priorities)
+        for trials, most in ((by_rule[:first], 1), (by_rule[first:] + lists, _FRONT)):
             tried: dict[float, _Sample] = {}
             for trial in trials:
                 new = self._try(*trial)
@@ -236,7 +235,7 @@ class _Search:
         for number in itertools.count():
             if number % _FRONT == _FRONT - 1:
                 self._rebase()
-            draw = _integers(number, 4)
+            draw = _integers(number, 3)
             at, rule = number % max(1, len(self.front)), _RULES[int(draw[2] % len(_RULES))]
             priorities = noise = _uniform(number, len(self.dag))
             if draw[0] % _CHANCE == 0 or not self.front:
@@ -246,7 +245,7 @@ class _Search:
                 priorities = self.engine.backward(found.end) if draw[0] % 2 else priorities
                 priorities = priorities + noise * self.floor / 2.0 ** (2 + draw[1] % 6)
             longest = self.front[at][1].makespan if self.front else math.inf
-            new = self._try(priorities, rule, bool(draw[3] % 2), longest)
+            new = self._try(priorities, rule, longest)
             if new[1].makespan < longest:
                 self.front[at : at + 1] = [new]
             yield
@@ -266,16 +265,15 @@ class _Search:
         while shorter:
             back, tried = self.engine.backward(found.end), []
             for rule in _RULES:
-                tried.append(self._try(back, rule, longest=found.makespan))
+                tried.append(self._try(back, rule, found.makespan))
                 yield
             new = min(tried, key=lambda sample: sample[1].makespan)
             shorter = new[1].makespan < found.makespan * (1 - 1e-9)
             priorities, found = new if shorter else (priorities, found)
         self.front.append((priorities, found))
 
-    def _try(self, priorities: Floats, rule: Rule, by_priority: bool = False, longest: float = math.inf) -> _Sample:
-        rule = rule._replace(ahead=rule.ahead * self.floor, wait_by_priority=by_priority)
-        found = self.engine.forward(priorities, rule, longest)
+    def _try(self, priorities: Floats, rule: Rule, longest: float = math.inf) -> _Sample:
+        found = self.engine.forward(priorities, rule._replace(ahead=rule.ahead * self.floor), longest)
         self.needed = max(self.needed, found.needed)
         if (found.makespan, found.peak) < (self.ours.makespan, self.ours.peak):
             settled = self.engine.within(found.peak, found.order).settled()
@@ -325,13 +323,9 @@ def low_memory_order(dag: Dag, budget: int) -> list[int]:
     Raises:
         ValueError: no such order was found; names the lowest peak that was.
     """
-    order, engine, ends = np.arange(len(dag)), ListScheduler(dag), -tails(dag)[0]
+    order = np.arange(len(dag))
     while (peak := dag.peak_bytes(order)) > budget:
-        engine = engine.within(peak, order)
-        place = positions(order).astype(np.float64)
-        runs = [engine.forward(by, Rule(ahead=ahead)) for by in (place, ends) for ahead in (0.0, math.inf)]
-        tried = [order, *(run.order for run in runs)]
-        best = min((late for one in tried for late in (one, *_made_late(dag, one))), key=dag.peak_bytes)
+        best = min(_made_late(dag, order), key=dag.peak_bytes)
         if dag.peak_bytes(best) >= peak:
             raise ValueError(
                 f"no order was found that takes {budget:,} bytes at its peak: the graph's own takes "

@@ -9,79 +9,32 @@ import pytest
 from hypothesis import given, strategies as st
 
 from spanwise.overlap.bounds import Reach, compute_of
-from spanwise.overlap.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.dag import Dag
 from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.explain.reasons import Move, Why, reasons
-from tests.overlap.test_simulate import dags, orders
-
-C, S, W = Kind.COMPUTE, Kind.START, Kind.WAIT
-
-
-class Build:
-    """Nodes by name, as they are added."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self.storages: list[Storage] = []
-        self.number: dict[str, int] = {}
-
-    def add(self, name: str, kind: Kind, ms: float, deps: tuple[str, ...], group: str = "", start: str = "") -> None:
-        self.number[name] = len(self.nodes)
-        numbers = tuple(self.number[dep] for dep in deps)
-        self.nodes.append(Node(name, kind, ms, numbers, group, self.number[start] if start else -1))
-
-    def compute(self, name: str, ms: float, *deps: str) -> None:
-        self.add(name, C, ms, deps)
-
-    def start(self, name: str, ms: float, *deps: str, group: str = "g") -> None:
-        self.add(name, S, ms, deps, group)
-
-    def wait(self, start: str) -> None:
-        self.add(f"w{start}", W, 0.0, (start,), start=start)
-
-    def memory(self, num_bytes: int, maker: str, *users: str) -> None:
-        self.storages.append(Storage(num_bytes, self.number[maker], tuple(self.number[user] for user in users)))
-
-    def dag(self) -> Dag:
-        return Dag(tuple(self.nodes), tuple(self.storages))
-
-
-def moves(timeline: Timeline, budget: int | None = None) -> dict[str, dict[Why, Move]]:
-    found = reasons(timeline, budget=budget)
-    return {timeline.dag.nodes[start].name: reason.moves for start, reason in found.items()}
+from tests.overlap.dags import Build, C, S, W, dags, orders
 
 
 def test_too_little_independent_compute() -> None:
     """Three products lead to the scatter and one follows it; half a millisecond is independent."""
-    b = Build()
-    for name in "qkv":
-        b.compute(name, 2.0)
-    b.start("s", 3.0, "q", "k", "v")
-    b.compute("beside", 0.5)
-    b.wait("s")
-    b.compute("later", 5.0, "ws")
-    timeline = simulate(b.dag())
-    assert moves(timeline) == {"s": {Why.NO_COMPUTE: Move(2.5)}}
-
-
-def late() -> Build:
-    """A gather is issued after compute that could have hidden it."""
-    b = Build()
-    b.compute("x", 2.0)
-    b.compute("y", 2.0)
-    b.compute("cast", 0.0)
-    b.start("s", 3.0, "cast")
-    b.wait("s")
-    b.compute("z", 1.0, "ws", "y")
-    b.memory(100, "s", "ws", "z")
-    b.memory(50, "x", "y")
-    return b
+    made = Build()
+    start = made.add(S, 3.0, tuple(made.compute(2.0) for _ in "qkv"), "g")
+    made.compute(0.5)
+    made.compute(5.0, made.add(W, 0.0, (start,), start=start))
+    assert reasons(simulate(made.dag()))[start].moves == {Why.NO_COMPUTE: Move(2.5)}
 
 
 def test_an_order_and_the_memory_that_it_takes() -> None:
-    dag = late().dag()
-    assert moves(simulate(dag)) == moves(simulate(dag), 150) == {"s": {Why.ORDER: Move(3.0, longer=-3.0)}}
-    assert moves(simulate(dag), 149) == {"s": {Why.MEMORY: Move(3.0, longer=-3.0, more_bytes=1)}}
+    """A gather is issued after compute that could have hidden it."""
+    made = Build()
+    x, y = made.compute(2.0), made.compute(2.0)
+    start, wait = made.collective(3.0, "g", made.compute(0.0))
+    made.takes(100, start, wait, made.compute(1.0, wait, y))
+    made.takes(50, x, y)
+    timeline = simulate(made.dag())
+    for budget, reason in ((None, Why.ORDER), (150, Why.ORDER), (149, Why.MEMORY)):
+        move = Move(3.0, longer=-3.0, more_bytes=budget == 149)
+        assert reasons(timeline, budget=budget)[start].moves == {reason: move}
 
 
 def beside_no_compute(timeline: Timeline, start: int) -> float:
@@ -96,8 +49,6 @@ def beside_no_compute(timeline: Timeline, start: int) -> float:
 @given(dags(), st.data())
 def test_each_change_hides_what_it_says(dag: Dag, data: st.DataObject) -> None:
     """Each is made here in another way and simulated; that an order exists, by trying all."""
-    users = [tuple(user for user, node in enumerate(dag.nodes) if i in node.deps) for i in range(len(dag))]
-    dag = Dag(dag.nodes, tuple(Storage(data.draw(st.integers(0, 3)), i, of) for i, of in enumerate(users)))
     some = list(itertools.islice(orders(dag), 40))
     timeline = simulate(dag, data.draw(st.sampled_from(some)))
     budget = data.draw(st.sampled_from([None, timeline.peak_bytes]))
