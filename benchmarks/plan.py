@@ -2,7 +2,6 @@
 
     python -m benchmarks.plan times --out benchmarks/results/plan-cpu.json
     python -m benchmarks.plan layouts --out benchmarks/results/layout-cpu.json
-    python -m benchmarks.plan grids --out benchmarks/results/global-batch.json
 
 times: one core, everything a rank needs before its first kernel: the mask from document lengths, the layout, the
 traffic between ranks, the fingerprint, this rank's index tensors and FlexAttention block tables. "auto" prices its
@@ -11,9 +10,6 @@ candidates for the attention of Llama 3 8B on H100s; every other balancer plans 
 layouts: one sequence of 131,072 tokens, masks of every kind. The imbalance is that of exact mask areas. The traffic is
 the K/V tokens that a rank reads of other ranks, the least of any exchange, next to those of a full gather. For some
 masks MagiAttention's own dispatch solver was run, too.
-
-grids: predicted steps under one plan over all ranks and under fixed dp × cp grids, on 32 nominal H100s, 1,048,576
-tokens, a layer as in Llama 3 8B.
 """
 
 from __future__ import annotations
@@ -26,13 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import spanwise
 from benchmarks.publish import Result, main, take_turns
 from spanwise.attention import rank_plan
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.layouts.local import Local
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.grids import compare_grids
 from spanwise.planning.make_plan import make_plan
 
 SIZES = ((131_072, 8), (131_072, 64), (1_048_576, 64))
@@ -52,12 +46,6 @@ MAGI = {
     ("documents 2", 64): {"MinHeap": (1.005, 33_723), "ToppHeap": (1.149, 15_313)},
     ("window", 64): {"MinHeap": (1.016, 32_224), "ToppHeap": (1.016, 32_224)},
 }  # fmt: skip
-
-LAYER: dict[str, Any] = {
-    "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hardware": spanwise.H100,
-    "linear_flops": 6.0 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336),
-}  # fmt: skip
-DOCUMENTS = ((2_000, 1.6), (16_000, 1.2))  # medians and sigmas of lengths
 
 
 def document_offsets(seq_len: int, seed: int, *, median: int = 4096, sigma: float = 1.0, least: int = 64) -> np.ndarray:
@@ -147,24 +135,5 @@ def layouts(quick: bool = False) -> Result:
     return {"seq_len": SEQ_LEN, "rows": rows}
 
 
-def grids(quick: bool = False) -> Result:
-    """Predicted seconds of a step, imbalances and traffic of each grid, for batches of lognormal documents."""
-    rows = []
-    for median, sigma in DOCUMENTS[: 1 if quick else None]:
-        for seed in range(1 if quick else 3):
-            lengths = np.diff(document_offsets(1 << 20, seed, median=median, sigma=sigma, least=1))
-            ways = [
-                {
-                    "dp": grid.dp, "cp": grid.cp, "documents": grid.assignment, "seconds": grid.seconds,
-                    "work_imbalance": grid.work_imbalance, "token_imbalance": grid.token_imbalance,
-                    "recv_bytes_mean": float(grid.recv_bytes.mean()), "recv_bytes_max": float(grid.recv_bytes.max()),
-                }
-                for grid in compare_grids(lengths, 32, **LAYER)
-            ]  # fmt: skip
-            about = {"median": median, "sigma": sigma, "seed": seed, "longest": int(lengths.max())}
-            rows.append(about | {"documents": len(lengths), "ways": ways})
-    return {"predicted": rows}
-
-
 if __name__ == "__main__":
-    main({"times": times, "layouts": layouts, "grids": grids}, __doc__ or "")
+    main({"times": times, "layouts": layouts}, __doc__ or "")

@@ -270,23 +270,6 @@ def linear_loss_shape() -> str:
     )
 
 
-def grids() -> str:
-    body = []
-    rows = load("global-batch")["predicted"]
-    for median, sigma in distinct(rows, "median", "sigma"):
-        batches = [row["ways"] for row in rows if row["median"] == median]
-        for way in batches[0]:
-            if "in order" in way["documents"] or way["dp"] not in (1, 2, 8):
-                continue
-            same = [pick(ways, dp=way["dp"], documents=way["documents"]) for ways in batches]
-            ones = [pick(ways, documents="one plan") for ways in batches]
-            most = [f"{max(one[key] for one in same):.2f}" for key in ("work_imbalance", "token_imbalance")]
-            seconds = sum(one["seconds"] for one in same) / sum(one["seconds"] for one in ones)
-            name = f"{way['dp']} × {way['cp']}, {way['documents']}"
-            body.append([f"{median:,}, σ {sigma}", name, f"{seconds:.2f}", *most])
-    return table(["documents: median", "dp × cp", "step to one plan", "work", "tokens"], body)
-
-
 def recurrence() -> str:
     found = load("recurrence-cpu")
     body = []
@@ -336,7 +319,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "overlap link": overlap_link,
     "zoo": zoo,
     "pieces over a link": lambda: overlap_link("overlap-link-split-cpu"),
-    "grids": grids,
     "packed": packed,
     "linear loss": linear_loss,
     "linear loss shape": linear_loss_shape,

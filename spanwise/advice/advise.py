@@ -9,6 +9,7 @@ for those that could still be the advice.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 import os
 from collections.abc import Mapping
@@ -19,10 +20,9 @@ import numpy as np
 from spanwise import hardware as rates
 from spanwise.advice.model import RECOMPUTED, Model, Step, apart, read_model
 from spanwise.hardware import Hardware, attention_flops
-from spanwise.masks.arrays import Int64
+from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.checks import check_lengths, check_positive
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.grids import longest_first
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.memory import held as held_bytes
 
@@ -62,14 +62,19 @@ class Choice:
     spread: tuple[float, float, float]
 
     @property
+    def predicted(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+    @property
     def seconds(self) -> float:
         """Expected seconds of a step."""
-        return self.spread[1] * sum(self.parts.values())
+        return self.spread[1] * self.predicted
 
     @property
     def interval(self) -> tuple[float, float]:
         """Seconds between which nine tenths of such steps lie."""
-        return self.spread[0] * sum(self.parts.values()), self.spread[2] * sum(self.parts.values())
+        return self.spread[0] * self.predicted, self.spread[2] * self.predicted
 
     def __str__(self) -> str:
         how = "no CP" if self.cp == 1 else f"CP {self.cp} ({self.exchange}, {self.balancer})"
@@ -142,40 +147,29 @@ def advise(
         )
     budget = memory or int(_USABLE * machine.memory)
     host = max_tp or machine.links[0].ranks or 1
-    problems = []
-    for tp in (t for t in _powers(min(host, size)) if known.kv_heads % t == 0 and size % t == 0):
-        for cp in (c for c in _powers(size // tp) if size // tp % c == 0):
-            step = Step(known, machine, size // tp, tp, recomputed=RECOMPUTED[checkpointing])
-            problem = _Problem.make(step, documents, cp, budget)
-            if problem is not None:
-                problems.append(problem)
-    if not problems:
-        raise ValueError(
-            f"nothing fits into {budget / 1e9:.0f} GB a device; use more ranks, shorter documents or full checkpointing"
-        )
-    choices: list[Choice] = []
-    for problem in sorted(problems, key=lambda one: (round(math.log(one.bound, _TIE)), one.degree)):
-        best = min(choices, key=_total, default=None)
+    powers = [2**i for i in range(size.bit_length()) if size % 2**i == 0]
+    found = [
+        _fullest(Step(known, machine, size // tp, tp, recomputed=RECOMPUTED[checkpointing]), documents, cp, budget)
+        for tp in powers if tp <= host and known.kv_heads % tp == 0
+        for cp in powers if size // tp % cp == 0
+    ]  # fmt: skip
+    problems, choices = [one for one in found if one is not None], list[Choice]()
+    for problem in sorted(problems, key=lambda one: (round(math.log(one.bound, _TIE)), one.cp * one.step.tp)):
+        best = min(choices, key=lambda one: one.predicted, default=None)
         if best is not None and len(choices) > 1:
-            slack = _TIE if problem.degree < best.cp * best.tp else 1 / _TIE
-            if problem.bound > slack * _total(best):
+            slack = _TIE if problem.cp * problem.step.tp < best.cp * best.tp else 1 / _TIE
+            if problem.bound > slack * best.predicted:
                 continue
         choice = problem.choice(MEASURED if machine.source.startswith("measured") else NOMINAL)
         if choice.memory <= budget:
             choices.append(choice)
     if not choices:
-        raise ValueError(f"the K/V of exchanges exceed {budget / 1e9:.0f} GB a device; use more ranks")
-    near = _TIE * min(map(_total, choices))
-    choices.sort(key=lambda one: (max(_total(one), near), one.cp * one.tp, one.tp))
+        raise ValueError(
+            f"nothing fits into {budget / 1e9:.0f} GB a device; use more ranks, shorter documents or full checkpointing"
+        )
+    near = _TIE * min(one.predicted for one in choices)
+    choices.sort(key=lambda one: (max(one.predicted, near), one.cp * one.tp, one.tp))
     return Advice(tuple(choices), "flex" if any(known.windows) else "varlen", _measure(choices))
-
-
-def _total(choice: Choice) -> float:
-    return sum(choice.parts.values())
-
-
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(int(math.log2(most)) + 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,42 +183,12 @@ class _Problem:
     all_documents: Int64  # of the replica
 
     @property
-    def degree(self) -> int:
-        """Ranks that work on one sequence."""
-        return self.cp * self.step.tp
-
-    @property
-    def tokens(self) -> int:
-        """Of a rank in the micro-batch."""
-        return -(-int(self.documents.sum()) // self.cp)
-
-    @staticmethod
-    def make(step: Step, documents: Int64, cp: int, budget: int) -> _Problem | None:
-        """None where a document does not fit into the memory of its ranks."""
-        fixed = step.memory(0)
-        most = int((budget - fixed) / (step.memory(1) - fixed))  # tokens of a rank
-        if most < 1 or documents.max() > cp * most:
-            return None
-        replicas = step.ranks // cp
-        work = documents.astype(np.float64) * (documents + _same_work(step.model))
-        own = documents[longest_first(work, replicas) == _slowest(work, replicas)]
-        count = -(-int(own.sum()) // (cp * most))
-        while True:  # whole documents: more micro-batches where they do not fit evenly
-            packed = longest_first(own.astype(np.float64), count)
-            if np.bincount(packed, weights=own).max() <= cp * most:
-                break
-            count += 1
-        work = own.astype(np.float64) ** 2
-        fullest = own[packed == np.bincount(packed, weights=work).argmax()]
-        return _Problem(step, cp, fullest, count, own)
-
-    @property
     def bound(self) -> float:
         """Seconds of a step without exchange, with perfect balance."""
         model, compute = self.step.model, sum(self._linear().values())
         for backward in (False, True):
             area, dim = self._area(self.all_documents), model.head_dim
-            flops = attention_flops(area, model.heads, dim, dim, backward=backward) / self.degree
+            flops = attention_flops(area, model.heads, dim, dim, backward=backward) / (self.cp * self.step.tp)
             again = 1.0 if backward else 1 + (self.step.recomputed == 1)
             compute += again * self.step.hardware.attention_seconds(flops, backward=backward)
         return float(compute + self.step.sharding(compute))
@@ -246,7 +210,7 @@ class _Problem:
         model, step = self.step.model, self.step
         cu_seqlens = np.append(0, np.cumsum(self.documents))
         windows = model.windows or (None,) * model.layers
-        kinds = {f"{window or 'full'}": window for window in windows}
+        kinds = {str(window or "full"): window for window in windows}
         masks = {
             name: SpanMask.documents(cu_seqlens, window=(window - 1, 0) if window else None)
             for name, window in kinds.items()
@@ -262,31 +226,51 @@ class _Problem:
         exposed = (1 + again) * seconds["exposed_forward"] + seconds["exposed_backward"]
         parts["exchange"] = self.micro_batches * exposed
         parts["sharding"] = step.sharding(sum(parts.values()))
-        held = 0 if self.cp == 1 else held_bytes(plan)
+        tokens = -(-int(self.documents.sum()) // self.cp)  # of a rank
+        memory, exchange = int(step.memory(tokens)), "none"
+        if self.cp > 1:
+            memory, exchange = memory + held_bytes(plan), plan.exchange
         return Choice(
-            step.ranks // self.cp, self.cp, step.tp, plan.exchange if self.cp > 1 else "none", plan.balancer,
-            self.tokens, self.micro_batches, parts, int(step.memory(self.tokens)) + held, spread,
+            step.ranks // self.cp, self.cp, step.tp, exchange, plan.balancer, tokens, self.micro_batches, parts, memory,
+            spread,
         )  # fmt: skip
 
 
-def _same_work(model: Model) -> float:
-    """Keys whose attention costs a query as much as the matrix products of its token."""
-    return model.parameters / (2.0 * model.layers * model.heads * model.head_dim)
+def _fullest(step: Step, documents: Int64, cp: int, budget: int) -> _Problem | None:
+    """The problem of so many CP ranks; None where a document does not fit into the memory of its ranks."""
+    fixed, model = step.memory(0), step.model
+    most = int((budget - fixed) / (step.memory(1) - fixed))  # tokens of a rank
+    if most < 1 or documents.max() > cp * most:
+        return None
+    # Keys whose attention costs a query as much as the matrix products of its token.
+    same_work = model.parameters / (2.0 * model.layers * model.heads * model.head_dim)
+    work = documents.astype(np.float64) * (documents + same_work)
+    replica = _longest_first(work, step.ranks // cp)
+    own = documents[replica == np.bincount(replica, weights=work).argmax()]
+    count = -(-int(own.sum()) // (cp * most))
+    while True:  # whole documents: more micro-batches where they do not fit evenly
+        packed = _longest_first(own.astype(np.float64), count)
+        if np.bincount(packed, weights=own).max() <= cp * most:
+            break
+        count += 1
+    fullest = own[packed == np.bincount(packed, weights=own.astype(np.float64) ** 2).argmax()]
+    return _Problem(step, cp, fullest, count, own)
 
 
-def _slowest(work: np.ndarray, replicas: int) -> int:
-    return int(np.bincount(longest_first(work, replicas), weights=work, minlength=replicas).argmax())
+def _longest_first(work: Float64, bins: int) -> Int64:
+    """The bin of each document: most work first, each to the bin with the least so far; int64 ``[n]``."""
+    owner, heap = np.empty(len(work), dtype=np.int64), [(0.0, one) for one in range(bins)]
+    for document in np.argsort(-work, kind="stable").tolist():
+        load, owner[document] = heap[0]
+        heapq.heapreplace(heap, (load + float(work[document]), int(owner[document])))
+    return owner
 
 
 def _measure(choices: list[Choice]) -> str:
     """What decides between the first two."""
-    if len(choices) < 2:
-        return "measure: nothing; no other choice fits or comes near"
-    one, other = choices[:2]
-    if one.interval[1] < other.interval[0]:
-        return "measure: nothing; the intervals of the first two do not overlap"
-    if _total(other) < 1.01 * _total(one):
-        return "measure: nothing; the first two are predicted alike"
+    one, other = choices[0], choices[min(1, len(choices) - 1)]
+    if one.interval[1] < other.interval[0] or other.predicted < 1.01 * one.predicted:
+        return "measure: nothing; no other choice is near, or the first two are predicted alike"
     part = max(one.parts, key=lambda name: abs(one.parts[name] - other.parts[name]))
     how = {
         "exchange": f"`spanwise calibrate` over {max(one.cp, other.cp)} ranks",
@@ -294,6 +278,5 @@ def _measure(choices: list[Choice]) -> str:
         "tensor parallelism": f"an all-gather over {max(one.tp, other.tp)} ranks of a host",
         "sharding": f"an all-gather over {one.dp * one.cp} ranks",
     }.get(part, "one layer's forward and backward on one device")
-    return (
-        f"measure: the first two differ most in {part} ({one.parts[part]:.3g} s and {other.parts[part]:.3g} s): {how}"
-    )
+    both = f"{one.parts[part]:.3g} s and {other.parts[part]:.3g} s"
+    return f"measure: the first two differ most in {part} ({both}): {how}"

@@ -51,10 +51,6 @@ class PlanOptions:
         balancer: how blocks are assigned to ranks.
         exchange: how K/V travel.
         block_size: tokens that are assigned together.
-        global_batch: also compare the plan over all --ranks with fixed dp × cp grids, where each replica has other
-            documents.
-        hidden_dim: width inside the feed-forward layers, for the linear layers of --global-batch. Default: 3.5 times
-            --heads times --head-dim.
         advise: a model's config.json: say which CP × DP × TP degrees of --ranks suit it and these documents, a global
             batch, with seconds and memory of a step. No other plan is made; --memory-budget is a device's memory.
         html: file for the report: drawings and all figures, one page.
@@ -79,8 +75,6 @@ class PlanOptions:
     balancer: Balancer = "auto"
     exchange: Exchange = "auto"
     block_size: int = 128
-    global_batch: bool = False
-    hidden_dim: Count = None
     advise: Annotated[str | None, _named(metavar="CONFIG")] = None
     html: Output = None
     json: Output = None

@@ -18,7 +18,6 @@ from spanwise.cli.output import check_sizes, check_writable, load_hardware, work
 from spanwise.cli.report.plan_page import Report
 from spanwise.hardware import Hardware
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.grids import Grid, compare_grids
 from spanwise.planning.make_plan import make_plan
 
 #: Most ranks: reports hold tables of ranks × ranks, and draw one.
@@ -26,14 +25,15 @@ RANKS_LIMIT = 1024
 
 #: Largest values of other options. With the limits above, every number of bytes and pairs stays below 2**63.
 _LARGEST = {
-    "layers": 2**16, "heads": 1024, "kv_heads": 1024, "head_dim": 4096, "block_size": SEQ_LIMIT, "hidden_dim": 2**22,
+    "layers": 2**16, "heads": 1024, "kv_heads": 1024, "head_dim": 4096, "block_size": SEQ_LIMIT,
     "memory_budget": 2**63 - 1,
 }  # fmt: skip
 
 
 def plan(options: PlanOptions, command: str = "spanwise plan") -> int:
     """Plan one sequence; print the plan, and write the report and its figures."""
-    _check(options)
+    check_sizes(options, **_LARGEST)
+    check_writable(options.html, options.json)
     hardware = load_hardware(options.hardware)
     cu_seqlens, source = choose_sequence(options)
     tokens = int(cu_seqlens[-1])
@@ -53,16 +53,10 @@ def plan(options: PlanOptions, command: str = "spanwise plan") -> int:
         "block_size": options.block_size, "num_q_heads": options.heads, "num_kv_heads": options.kv_heads,
         "head_dim": options.head_dim, "dtype": options.dtype,
     }  # fmt: skip
-    grids: tuple[Grid, ...] = ()
     with working(f"planning {tokens:,} tokens"):
         mesh = ranks if inner == 1 else (ranks // inner, inner)
         chosen = make_plan(masks, mesh, cu_seqlens=cu_seqlens, memory_budget=options.memory_budget, **shared)
-        if options.global_batch:
-            grids = compare_grids(
-                np.diff(cu_seqlens), ranks, whole=chosen, linear_flops=options.layers * _linear_flops(options),
-                mask=lambda offsets: build_masks(options, offsets)[0], **shared,
-            )  # fmt: skip
-    report = Report(chosen, source, command, grids)
+    report = Report(chosen, source, command)
     print(report.text())
     write_text(options.json, lambda: json.dumps(report.as_dict(), indent=1) + "\n")
     write_text(options.html, report.html)
@@ -81,31 +75,6 @@ def _advise(config: str, options: PlanOptions, hardware: Hardware, lengths: np.n
         choice |= {"seconds": one.seconds, "interval": one.interval}
     write_text(options.json, lambda: json.dumps(figures, indent=1) + "\n")
     return 0
-
-
-def _check(options: PlanOptions) -> None:
-    """``ValueError`` for options out of range, or that contradict one another."""
-    check_sizes(options, **_LARGEST)
-    if options.global_batch and options.inner > 1:
-        raise ValueError(f"--global-batch compares plans without --inner, got --inner {options.inner}; leave it out")
-    if options.global_batch and options.memory_budget is not None:
-        raise ValueError(
-            f"--global-batch compares plans without --memory-budget, got {options.memory_budget:,}; leave it out and "
-            f'read the column "held"'
-        )
-    if options.hidden_dim is not None and not options.global_batch:
-        raise ValueError(f"--hidden-dim {options.hidden_dim:,} is for --global-batch; add that")
-    check_writable(options.html, options.json)
-
-
-def _linear_flops(options: PlanOptions) -> float:
-    """Operations of a token in one layer's linear layers: 2 a parameter in the forward, 4 in the backward.
-
-    A Llama layer: q, k, v and output projections, and a feed-forward of three matrices.
-    """
-    queries, keys = options.heads * options.head_dim, options.kv_heads * options.head_dim
-    hidden = options.hidden_dim if options.hidden_dim is not None else 3.5 * queries
-    return 6.0 * (2 * queries * queries + 2 * queries * keys + 3 * queries * hidden)
 
 
 def build_masks(options: PlanOptions, cu_seqlens: np.ndarray) -> tuple[dict[str, SpanMask], dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 import spanwise
 from spanwise.advice import advise as advice
@@ -96,6 +98,15 @@ def test_a_step_of_parts() -> None:
     assert Step(model, spanwise.H100, 64).sharding(0.0) > Step(model, spanwise.H100, 64).sharding(1.0) / 2
     assert [link.ranks for link in apart(spanwise.H100, 4).links] == [2, None]
     assert [link.ranks for link in apart(spanwise.H100, 8).links] == [None]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 3))
+def test_longest_first_is_within_grahams_bound_of_the_best(work: list[int], bins: int) -> None:
+    owner = advice._longest_first(np.array(work, float), bins)
+    busiest = np.bincount(owner, work, minlength=bins).max()
+    every = itertools.product(range(bins), repeat=len(work))
+    best = min(np.bincount(np.array(each), work, minlength=bins).max() for each in every)
+    assert best <= busiest <= (4 / 3 - 1 / (3 * bins)) * best + 1e-9
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_help_shows_the_values() -> None:
     said = run("verify", "--help").said
     assert "--exchange {auto,all_gather,needed,hierarchical,ring,ulysses}" in said
     said = run("plan", "--help").said
-    assert "--window LEFT [RIGHT]" in said and "--no-global-batch" not in said
+    assert "--window LEFT [RIGHT]" in said and "--no-bidirectional" not in said
     assert set(app.COMMANDS) <= set(run("--help").said.split()) and run().said == run("--help").said
 
 

@@ -16,8 +16,6 @@ from spanwise import GlobalBatches, SpanMask, make_plan
 from spanwise.cli.lengths import choose_sequence, read_lengths
 from spanwise.cli.options import PlanOptions
 from spanwise.cli.plan import build_masks
-from spanwise.cli.report.plan_page import summary
-from spanwise.planning.grids import compare_grids
 from tests.cli.commands import figures_of, run, write
 
 SHAPE = dict(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -178,20 +176,3 @@ def test_trading_ranks_and_memory(tmp_path: Path) -> None:
     least = plan.replace(exchange="ring").resident_bytes().max()
     _, figures = figures_of(out, *sequence, "--ranks", 4, "--memory-budget", least)
     assert figures["exchange"] == "ring"
-
-
-def test_one_plan_and_grids(tmp_path: Path) -> None:
-    """--global-batch adds every grid of as many ranks, as `compare_grids` gives them."""
-    lengths = [9000, 300, 0, 500, 2200]
-    documents = write(tmp_path / "d.json", json.dumps(lengths))
-    out, page = tmp_path / "o.json", tmp_path / "o.html"
-    options = ["plan", "--documents", documents, "--ranks", 4, "--layers", 3, "--hidden-dim", 1024, "--global-batch"]
-    done, figures = figures_of(out, *options, "--html", page)
-    flops = 3 * 6 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 1024)
-    grids = compare_grids(lengths, 4, linear_flops=flops, weights={"default": 3}, **SHAPE)
-    assert figures["grids"] == [grid.as_dict() for grid in grids] and len(grids) == 5
-    gain = min(grid.seconds for grid in grids[1:]) / grids[0].seconds
-    assert f"one plan is {gain:.2f} times as fast" in done.said and f"is {gain:.2f} times" in page.read_text()
-    assert (
-        "→ 1 × 4" in done.said and "4 × 1 longest first" in done.said and summary(grids[:1]) == "one rank has no grids"
-    )

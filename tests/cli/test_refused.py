@@ -32,8 +32,6 @@ REFUSED = [
     ("plan --seq-len 99 --hardware h1000", "--hardware 'h1000': No such file.* or one of h100, h200"),
     ("plan --seq-len 99 --hardware {tmp}/d.csv", r"d\.csv is not a file written by Hardware\.save"),
     ("plan --seq-len 99 --json /proc/none.json", "cannot write /proc/none.json: No such file"),
-    ("plan --seq-len 99 --global-batch --inner 2", "--inner 2"), ("plan --seq-len 99 --hidden-dim 5", "--hidden-dim 5"),
-    ("plan --seq-len 99 --global-batch --memory-budget 5", "--memory-budget"),
     # overlap
     (f"{_SMALL} --tp 3", "tp = 3, got 4"), (f"{_SMALL} --dp 3", "must be a multiple of"),
     (f"{_SMALL} --layers 0", "--layers .* got 0"), (f"{_SMALL} --vocab -1", "--vocab .* got -1"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from spanwise.cli.report.page import Bar, Block, Heading, Legend, Preformatted, 
 from spanwise.cli.report.pictures import MOST_RANKS, draw_mask, draw_timeline, sample_ranks
 from spanwise.cli.report.svg import RANK_COLORS
 from spanwise.planning.explain import describe_exchange
-from spanwise.planning.grids import Grid
 from spanwise.planning.plan import Plan
 
 _TIMES = Legend(
@@ -37,12 +35,11 @@ _OF_PLAN = (
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A plan of one sequence, its source in words, the shell command that makes it, and grids to compare with."""
+    """A plan of one sequence, its source in words, and the shell command that makes it."""
 
     plan: Plan
     source: str
     command: str
-    grids: Sequence[Grid] = ()
 
     @property
     def lengths(self) -> np.ndarray:
@@ -59,7 +56,6 @@ class Report:
     def text(self) -> str:
         """What the command prints."""
         tables = [rank_table(self.plan, name) for name in self.plan.masks]
-        tables = [grid_table(self.grids), *tables] if self.grids else tables
         first = f"{self.heading}; from {self.source}\n{self.plan.explain()}"
         return "\n\n".join([first, *map(str, tables), self.command])
 
@@ -79,7 +75,6 @@ class Report:
             "predicted_seconds": plan.predict(),
             "candidates": [{**dataclasses.asdict(one), "seconds": dict(one.seconds)} for one in plan.candidates],
             "masks": [_mask_figures(plan, name) for name in plan.masks],
-            "grids": [grid.as_dict() for grid in self.grids],
         }
 
     def html(self) -> str:
@@ -87,42 +82,9 @@ class Report:
         plan = self.plan
         title = f"{plan.seq_len:,} tokens on {plan.num_ranks} ranks: {plan.balancer}, {describe_exchange(plan)}"
         blocks: list[Block] = [Heading(1, title), f"{self.heading}, from {self.source}.", Preformatted(plan.explain())]
-        blocks += [grid_table(self.grids)] if self.grids else []
         for index, name in enumerate(plan.masks):
             blocks += _mask(plan, name, str(index))
         return render_page(f"spanwise plan: {title}", [*blocks, _COUNTED, Preformatted(self.command)])
-
-
-def grid_table(grids: Sequence[Grid]) -> Table:
-    """One plan over all ranks, and fixed dp × cp grids: seconds of the slowest rank, and the most bytes of any."""
-    rows = []
-    for grid in grids:
-        rank = int((grid.attention + grid.linear + grid.exposed).argmax())
-        seconds = (grid.seconds, *(float(part[rank]) for part in (grid.attention, grid.linear, grid.exposed)))
-        most = (float(grid.recv_bytes.max()), float(grid.held_bytes))
-        imbalances = (f"{grid.work_imbalance:.2f}", f"{grid.token_imbalance:.2f}")
-        documents = (f"{grid.dp} × {grid.cp}", grid.assignment)
-        rows.append((*documents, *map(units.seconds, seconds), *imbalances, *map(units.num_bytes, most)))
-    columns = ("dp × cp", "documents", "step", "attention", "linear", "waits", "work", "tokens", "received",
-               "held")  # fmt: skip
-    note = (
-        f"{summary(grids)}\nseconds of the slowest rank; work, tokens: busiest over mean rank; bytes: most, all layers"
-    )
-    best = min((i for i, grid in enumerate(grids) if grid.dp == 1), key=lambda i: grids[i].seconds)
-    return Table("One plan and fixed dp × cp grids", columns, rows, best, note, left=2)
-
-
-def summary(grids: Sequence[Grid]) -> str:
-    """One plan against the fastest grid, in a sentence."""
-    one = min((grid for grid in grids if grid.dp == 1), key=lambda grid: grid.seconds)
-    others = [grid for grid in grids if grid.dp > 1]
-    if not others:
-        return "one rank has no grids"
-    best = min(others, key=lambda grid: grid.seconds)
-    gain = best.seconds / one.seconds
-    found = f"{one.assignment} {units.seconds(one.seconds)} a step, the fastest grid {best.dp} × {best.cp}, "
-    found += f"{best.assignment} {units.seconds(best.seconds)}"
-    return f"{found}: one plan is {gain:.2f} times as fast" if gain >= 1.005 else f"{found}: no gain from one plan"
 
 
 def rank_table(plan: Plan, name: str) -> Table:
