@@ -60,6 +60,19 @@ def attention(mesh: DeviceMesh, options: Options) -> Call:
     return call
 
 
+def rank_plan(mesh: DeviceMesh, options: Options) -> Call:
+    """Of sequences in storage: b has one valid token less, c an empty sequence more and the same mask."""
+
+    def call(x: torch.Tensor, plan: str = "a") -> torch.Tensor:
+        lens, slots = {"a": ([0, 5, 12], [0, 8, 16]), "b": ([0, 5, 11], [0, 8, 16]),
+                       "c": ([0, 5, 5, 12], [0, 8, 8, 16])}[plan]  # fmt: skip
+        packing = spanwise.Packing(lens, cu_seqlens_q_padded=slots)
+        spanwise.make_plan(packing.mask(), mesh.size(), packing=packing, balancer="lpt", block_size=8).local(mesh)
+        return x
+
+    return call
+
+
 def packed(mesh: DeviceMesh, options: Options) -> Call:
     local = plan_of(mesh).local(mesh)
     return lambda x: spanwise.packed_attention(*[x[:, None]] * 3, local, mask_name="full")
@@ -147,7 +160,7 @@ def unshard_edges(mesh: DeviceMesh, options: Options) -> Call:
 CALLS = {
     make.__name__: make
     for make in (
-        attention, packed, unshard, roll, gated_linear, gated_delta, causal_conv, relayout, cross_entropy,
+        attention, rank_plan, packed, unshard, roll, gated_linear, gated_delta, causal_conv, relayout, cross_entropy,
         linear_cross_entropy, token_logprobs, unshard_edges,
     )
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import torch
 
 import spanwise
 from spanwise import Packing, SpanMask
-from tests.oracle import make_problem, relative_error
+from tests.oracle import dense_attention, make_problem, relative_error
 from tests.pairs import covering, named
 from tests.properties.cases import BALANCERS, STYLES, Case, check, inputs_of, on_rank, plan_of
 from tests.ranks.calls import CU_SEQLENS, EXCHANGES, LENGTH, heads_for, restored, step
@@ -59,6 +58,7 @@ MASKS: dict[str, SpanMask | tuple[SpanMask, Packing]] = {
     "random, empty rows": spans(0, 0.3),
     "nothing": spans(0, 1.0),
     "three tokens": SpanMask.causal(3),
+    "block diffusion": SpanMask.block_diffusion([0, 13, 40], 4),
     "rows": SpanMask.stack([DOCUMENTS, SpanMask.documents([0, 40, LENGTH]), spans(1, 0.1)]),
     "cross": SpanMask.full(LENGTH, 41),
     "packed": packing(LENS, [0, *itertools.accumulate(LENS[:-1])], LENGTH),
@@ -74,8 +74,11 @@ PRECISIONS += [("reference", "bfloat16"), ("reference", "float16")]
 OPTIONS: list[dict[str, Any]] = [
     {}, {"softcap": 0.7, "scale": 0.5}, {"bias": "alibi"}, {"bias": "batch"}, {"sinks": 1}, {"max_logit": True},
     {"sinks": 3, "softcap": 3.0, "max_logit": True}, {"rank_plan": False}, {"gradients": False, "lse": False},
+    {"latents": 3}, {"latents": 2, "softcap": 3.0, "sinks": 1, "rank_plan": False},
 ]  # fmt: skip
-LEVELS = [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (2, 2), (3, 2), (2, 4)]
+# Outer and inner ranks, and ranks that share the heads.
+LEVELS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (2, 2, 1), (3, 2, 1), (2, 4, 1)]
+LEVELS += [(1, 1, 2), (2, 1, 2), (2, 2, 2)]
 # Heads of queries and of keys, head dims of keys and values: also as DeepSeek trains latent attention.
 SHAPES = [((4, 2), (8, 6)), ((4, 4), (8, 12)), ((4, 1), (192, 128)), ((12, 2), (8, 8)), ((24, 6), (8, 8))]
 CROSS = ("dual_chunk", "contiguous", "auto")
@@ -85,7 +88,7 @@ class Setting(NamedTuple):
     """A value of each axis of the design."""
 
     way: dict[str, Any]
-    levels: tuple[int, int]
+    levels: tuple[int, int, int]
     mask: str
     balancer: str
     precision: tuple[str, str]
@@ -94,7 +97,8 @@ class Setting(NamedTuple):
     style: str = "eager"
 
     def possible(self) -> bool:
-        (outer, inner), ulysses = self.levels, self.way["exchange"] == "ulysses"
+        (outer, inner, tp), ulysses = self.levels, self.way["exchange"] == "ulysses"
+        (heads, kv_heads), (dim, v_dim) = self.shape
         if inner > 1 if ulysses else outer == 1 and self.way.get("keep_kv") is False:
             return False  # Ulysses has one level; and a single group receives no K/V
         if (self.balancer == "dual_chunk") != self.mask.startswith("chunks"):
@@ -103,7 +107,11 @@ class Setting(NamedTuple):
             return False
         if "bias" in self.options and self.precision[0] != "reference":
             return False
-        return self.shape[0][0] % (outer if ulysses else inner) == 0
+        if tp > 1 and (isinstance(MASKS[self.mask], tuple) or kv_heads % tp or self.style == "inference first"):
+            return False  # packed_attention takes no DTensors, and torch copies none in inference mode
+        if "latents" in self.options and (inner * tp > 1 or dim <= v_dim or "16" in self.precision[1]):
+            return False  # the rest of the dim of K is a rotary part; half precision rounds what is expanded
+        return heads // tp % (outer if ulysses else inner) == 0
 
     def case(self) -> Case:
         found, (kernel, dtype), (heads, dims) = MASKS[self.mask], self.precision, self.shape
@@ -112,9 +120,10 @@ class Setting(NamedTuple):
         if self.balancer == "per_document_head_tail" and packed is None:
             way["cu_seqlens"] = CU_SEQLENS if mask.q_len == LENGTH else [0, mask.q_len]
         return Case(
-            {"default": mask}, packing=packed, batch={"rows": 3, "causal": 2}.get(self.mask, 1), levels=self.levels,
-            balancer=self.balancer, kernel=kernel, dtype=dtype, heads=heads, dims=dims,
-            block_size=1 if mask.q_len < 8 else 8, style=self.style, seed=len(self.mask), **way, **self.options,
+            {"default": mask}, packing=packed, batch={"rows": 3, "causal": 2}.get(self.mask, 1),
+            levels=self.levels[:2], tp=self.levels[2], balancer=self.balancer, kernel=kernel, dtype=dtype, heads=heads,
+            dims=dims, block_size=1 if mask.q_len < 8 else 8, style=self.style, seed=len(self.mask), **way,
+            **self.options,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -140,32 +149,18 @@ def deterministic() -> Iterator[None]:
 
 @pytest.mark.parametrize("setting", [Setting(*values) for values in SETTINGS], ids=str)
 def test_matches_one_device(setting: Setting, request: pytest.FixtureRequest) -> None:
-    """Each setting of one axis with each of another; padding holds NaN. Half of them in deterministic mode."""
+    """Each setting of one axis with each of another; padding holds NaN. Half of them in deterministic mode.
+
+    Under tensor parallelism a score_mod sees global heads, and sinks are replicated.
+    """
     if SETTINGS.index(tuple(setting)) % 2:
         request.getfixturevalue("deterministic")
     check(setting.case(), run_ranks)
 
 
-def contiguous(way: Any, levels: Any, mask: str, *rest: Any) -> Setting:
-    return Setting(way, levels, mask, "contiguous", *rest)
-
-
-SHARED_HEADS = covering(
-    [EXCHANGES[i] for i in (0, 4, 8, 9)], [(1, 1), (2, 1), (2, 2)], ["documents", "two spans", "rows", "cross"],
-    PRECISIONS[:2], OPTIONS,
-    [((8, 2), (8, 6)), ((8, 8), (8, 6)), ((24, 6), (8, 8))], possible=lambda *cell: contiguous(*cell).possible(),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("setting", [contiguous(*cell) for cell in SHARED_HEADS], ids=str)
-def test_heads_sharded_by_tensor_parallelism(setting: Setting) -> None:
-    """A score_mod sees global heads, sinks are replicated."""
-    check(dataclasses.replace(setting.case(), tp=2), run_ranks)
-
-
 @pytest.mark.parametrize("way", EXCHANGES, ids=named)
 def test_two_runs_give_the_same_bits(deterministic: None, way: dict[str, Any]) -> None:
-    setting = Setting(way, (4, 1), "padded", "lpt", ("sdpa", "float32"), {"sinks": 1, "max_logit": True}, SHAPES[3])
+    setting = Setting(way, (4, 1, 1), "padded", "lpt", ("sdpa", "float32"), {"sinks": 1, "max_logit": True}, SHAPES[3])
     case = setting.case()
     given = case, plan_of(case), inputs_of(case)
     for one, other in zip(*(run_ranks(4, on_rank, *given) for _ in range(2)), strict=True):
@@ -207,14 +202,12 @@ TE_CELLS = covering(
 )  # fmt: skip
 
 
-def takes_long(cell: Any) -> bool:
-    """Many heads, or the larger head dims, over the longer sequences."""
-    _, _, heads, dims, (_, window), *_ = cell
-    return heads == (32, 4) or dims != (64, 64) or bool(window and window[0] == 512)
+# Many heads, or the larger head dims, over the longer sequences.
+TE_SLOW = [heads == (32, 4) or dims != (64, 64) or 512 in (reads[1] or ()) for _, _, heads, dims, reads, *_ in TE_CELLS]
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(i, marks=pytest.mark.slow if takes_long(x) else []) for i, x in enumerate(TE_CELLS)]
+    "number", [pytest.param(i, marks=pytest.mark.slow if slow else []) for i, slow in enumerate(TE_SLOW)]
 )
 def test_transformer_engines_matrix(number: int) -> None:
     """Two sequences, sometimes one of length 0; a window of 512 gets one that is longer."""
@@ -272,50 +265,47 @@ def test_error_is_that_of_one_device(way: Any, ranks: int, name: str, heads: Any
         assert error.abs().max() <= 2 * allowed.abs().max(), label
 
 
-def dv_of_one_key(plan: spanwise.Plan, heads: tuple[int, int], grads: Any) -> list[torch.Tensor]:
-    """dv of each rank in bfloat16, where every row reads key 0 alone; ``grads(rank)`` is the cotangent, by head."""
-
-    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
-        q, k, v = (torch.ones(1, n, 1, 8, dtype=torch.bfloat16).requires_grad_() for n in (*heads, heads[1]))
-        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
-        out.backward(grads(rank).view(1, -1, 1, 1).expand(out.shape).to(out.dtype))
-        return v.grad
-
-    return run_ranks(plan.num_ranks, on_rank)
+HOSTS_OF_4 = spanwise.H100.with_host_size(4)
 
 
 def one_key(ranks: int, **way: Any) -> spanwise.Plan:
+    """Every row reads key 0 alone."""
     mask = SpanMask(np.zeros((1, ranks), int), np.ones((1, ranks), int), ranks)
     return spanwise.make_plan(mask, ranks, balancer="contiguous", **way, block_size=1)
 
 
-@pytest.mark.parametrize("way", EXCHANGES, ids=named)
-def test_gradients_are_summed_in_float32(way: dict[str, Any]) -> None:
-    """In bfloat16 256 + 1 is 256 again: a running sum would lose every 1. What rank 0 adds itself does not travel."""
-    grads, ulysses = torch.tensor([0.0, 256.0] + [1.0] * 6), way["exchange"] == "ulysses"
-    # Ulysses adds tokens where they are computed, and what travels is a sum over heads.
-    dv = dv_of_one_key(one_key(8, **way), (8, 1) if ulysses else (1, 1),
-                       lambda rank: grads * (rank == 0) if ulysses else grads[rank])  # fmt: skip
-    assert dv[0].unique().tolist() == [262.0] and all(not x.any() for x in dv[1:])
+def sums(plan: spanwise.Plan, kv_heads: int, grads: list[list[float]], total: float) -> Any:
+    return plan, kv_heads, torch.tensor(grads), total
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(12, 3, 4), (10, 2, 5)])
-def test_gradients_of_shared_heads_are_summed_in_float32(heads: int, kv_heads: int, ranks: int) -> None:
-    """A K/V head gets 256 from its first query head and 1 from others, on that rank and elsewhere."""
-    group = heads // kv_heads
-    by_head = torch.where(torch.arange(heads) % group == 0, 256.0, 1.0)
-    dv = dv_of_one_key(one_key(ranks, exchange="ulysses"), (heads, kv_heads), lambda rank: by_head * (rank == 0))
-    assert (dv[0] == torch.tensor(255.0 + group).bfloat16()).all() and torch.tensor(255.0 + group).bfloat16() > 257
+# The plan, K/V heads, and the gradient of each row's output by head, which rank 0 gets with dv: in bfloat16 256 + 1 is
+# 256 again, and a running sum would lose every 1. What rank 0 adds itself does not travel.
+ONES, RELAYS = [[0.0], [256.0], *[[1.0]] * 6], one_key(12, exchange="hierarchical", hardware=HOSTS_OF_4)
+ALONE = [[0.0], [1.0], [0.0], [0.0], [256.0], [1.0], [0.0], [0.0], [256.0], [1.0], [0.0], [0.0]]
+SUMS = {f"{named(way)}": sums(one_key(8, **way), 1, ONES, 262.0) for way in EXCHANGES[:-1]} | {
+    # Ulysses adds tokens where they are computed, and what travels is a sum over heads, also of a K/V head of several.
+    **{f"ulysses, {kv_heads} of {heads} heads": sums(
+        one_key(ranks, exchange="ulysses"), kv_heads,
+        [kv_heads * [256.0, *[1.0] * (heads // kv_heads - 1)], *[[0.0] * heads] * (ranks - 1)], total)
+       for heads, kv_heads, ranks, total in ((8, 1, 8, 264.0), (12, 3, 4, 260.0), (10, 2, 5, 260.0))},
+    "relays": sums(RELAYS, 1, ALONE, 516.0),  # two hosts send one row home each; 515 in bfloat16
+}  # fmt: skip
 
 
-def test_a_relay_sums_in_float32() -> None:
-    """Two hosts send one row home each, 256 + 1, which bfloat16 would round to 256."""
-    grads = torch.zeros(12)
-    grads[[1, 4, 5, 8, 9]] = torch.tensor([1.0, 256.0, 1.0, 256.0, 1.0])
-    plan = one_key(12, exchange="hierarchical", hardware=spanwise.H100.with_host_size(4))
-    assert plan.route().wire_tokens[0][4:].sum() == 2  # to a relay of each
-    for rank, dv in enumerate(dv_of_one_key(plan, (1, 1), lambda rank: grads[rank])):
-        assert dv.unique().tolist() == [516.0 if rank == 0 else 0.0]  # 515 in bfloat16
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_are_summed_in_float32(name: str) -> None:
+    plan, kv_heads, grads, total = SUMS[name]
+    heads = len(grads[0]), kv_heads, kv_heads
+
+    def on_rank(rank: int, mesh: Any) -> torch.Tensor:
+        q, k, v = (torch.ones(1, n, 1, 8, dtype=torch.bfloat16).requires_grad_() for n in heads)
+        out = spanwise.context_parallel_attention(q, k, v, plan, mesh)
+        out.backward(grads[rank].view(1, -1, 1, 1).expand(out.shape).to(out.dtype))
+        return v.grad
+
+    dv = run_ranks(plan.num_ranks, on_rank)
+    assert dv[0].unique().tolist() == [total] and all(not x.any() for x in dv[1:])
+    assert name != "relays" or RELAYS.route().wire_tokens[0][4:].sum() == 2
 
 
 # ---------------------------------------------------------------- gradients of other parameters
@@ -348,40 +338,62 @@ def test_gradients_of_what_a_score_mod_reads(way: dict[str, Any], ranks: int, se
         assert relative_error(sum(parts), want) <= 1e-10
 
 
-def test_sinks_of_minus_infinity_add_nothing() -> None:
-    mask = SpanMask.documents(CU_SEQLENS)
-    problem, plan = make_problem(mask.dense()), spanwise.make_plan(mask, 1, block_size=8)
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+def test_sinks_of_one_device(kernel: str) -> None:
+    """Those of minus infinity add nothing; the gradient of one that weighs little has all digits of float32."""
+    plan = spanwise.make_plan(DOCUMENTS, 1)
+
+    def results(sinks: torch.Tensor) -> list[torch.Tensor]:
+        leaf, problem = sinks.clone().requires_grad_(), make_problem(DOCUMENTS.dense(), dtype=torch.float32)
+        wide = {name: getattr(problem, name).to(sinks.dtype) for name in ("q", "k", "v", "grad_out")}
+        found = step(plan, None, problem._replace(**wide), kernel=kernel, sinks=leaf)
+        return [*found, leaf.grad.view(4, -1).sum(-1)]
+
     several = torch.full((4, 3), -math.inf, dtype=torch.float64)
     several[1, 2] = 0.5
-    one = torch.tensor([-math.inf, 0.5, -math.inf, -math.inf], dtype=torch.float64)
-    for kernel in ("reference", "sdpa"):
-        results = []
-        for sinks in (several, one):
-            leaf = sinks.clone().requires_grad_()
-            results.append([*step(plan, None, problem, kernel=kernel, sinks=leaf), leaf.grad.view(4, -1).sum(-1)])
-        for x, y in zip(*results, strict=True):
-            assert x.isfinite().all() and torch.allclose(x, y, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
-def test_the_gradient_of_sinks_that_weigh_little(kernel: str) -> None:
-    """The float32 gradient was 1 minus a number near 1."""
-    mask = SpanMask.documents(CU_SEQLENS)
-    plan, problem = spanwise.make_plan(mask, 1), make_problem(mask.dense(), dtype=torch.float32)
-
-    def gradient(dtype: torch.dtype) -> torch.Tensor:
-        sinks = torch.full((4,), -10.0, dtype=dtype, requires_grad=True)
-        wide = problem._replace(**{name: getattr(problem, name).to(dtype) for name in ("q", "k", "v", "grad_out")})
-        step(plan, None, wide, kernel=kernel, sinks=sinks)
-        return sinks.grad
-
-    assert relative_error(gradient(torch.float32), gradient(torch.float64)) <= 1e-5
+    for x, y in zip(results(several), results(several.amax(1)), strict=True):
+        assert x.isfinite().all() and torch.allclose(x, y, rtol=1e-12, atol=1e-14)
+    little = torch.full((4,), -10.0)
+    assert relative_error(results(little)[-1], results(little.double())[-1]) <= 1e-5
 
 
 def test_float32_stays_float32_under_autocast() -> None:
-    mask = SpanMask.documents(CU_SEQLENS)
-    problem = make_problem(mask.dense(), dtype=torch.float32)
+    problem = make_problem(DOCUMENTS.dense(), dtype=torch.float32)
     for kernel in ("reference", "sdpa"):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = spanwise.context_parallel_attention(*problem[:3], spanwise.make_plan(mask, 1), None, kernel=kernel)
+            out = spanwise.context_parallel_attention(*problem[:3], spanwise.make_plan(DOCUMENTS, 1), kernel=kernel)
         assert relative_error(out, problem.out) <= 2e-6
+
+
+@pytest.mark.parametrize(
+    ("exchange", "dtype", "tolerance"),
+    [("needed", torch.float64, 1e-10), ("ring", torch.float64, 1e-10), ("needed", torch.bfloat16, 5e-2)],
+)
+def test_latents_that_all_heads_read(exchange: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Queries in the space of latents: V is K's first part. Half precision is cast also where rows expand again."""
+    problem = make_problem(DOCUMENTS.dense(), heads=(12, 1), dims=(5, 3), dtype=dtype)
+    plan, half = spanwise.make_plan(DOCUMENTS, 3, exchange=exchange, block_size=8), dtype == torch.bfloat16
+
+    def expand(latents: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latents = torch.nn.functional.linear(latents, torch.eye(3, dtype=torch.float32 if half else dtype))
+        return torch.cat([latents, rope], -1), latents
+
+    def results(attend: Any, place: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        own = [place(x).to(dtype).requires_grad_() for x in (problem.q, *problem.k.split([3, 2], -1))]
+        out = attend(*own)
+        return [out, *torch.autograd.grad(out, own, place(problem.grad_out).to(dtype))]
+
+    def dense(q: torch.Tensor, latents: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        return dense_attention(q, torch.cat([latents, rope], -1), latents, torch.from_numpy(DOCUMENTS.dense()))[0]
+
+    def on_rank(rank: int, mesh: Any) -> list[torch.Tensor]:
+        def attend(*rows: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                return spanwise.context_parallel_attention(*rows, plan, mesh, kernel="reference", expand=expand)
+
+        return results(attend, lambda x: spanwise.shard(plan, mesh, x.detach(), dim=2), dtype)
+
+    wanted = results(dense, lambda x: x.detach().clone(), torch.float64)
+    for rank, found in enumerate(run_ranks(3, on_rank)):
+        for got, want in zip(found, wanted, strict=True):
+            assert relative_error(got.detach(), plan.shard(want.detach(), rank, dim=2)) <= tolerance

@@ -51,6 +51,7 @@ ARGUMENTS: dict[str, dict[str, tuple[Options, str]]] = {
         "max_logit": ({"return_aux": spanwise.AuxRequest(max_logit=True)}, "rank 1: returns"),
         "compiled": ({"backend": "aot_eager"}, "rank 1: compiled context_parallel_attention"),
     },
+    "rank_plan": {x: ({"plan": x}, "rank 1: plan ") for x in "bc"},
     "gated_delta": {
         "a bias": ({"bias": torch.ones(5)}, "(3, None, True)"),
         "normalized": ({"normalize": True}, "gated_delta(normalize=True)"),
@@ -272,7 +273,7 @@ def lives_on(rank: int, mesh: DeviceMesh, name: str, steady: int) -> str:
     return str(raised.value)
 
 
-REFUSED = [name for name in CALLS if name not in ("unshard_edges", "gated_delta")]
+REFUSED = [name for name in CALLS if name not in ("rank_plan", "unshard_edges", "gated_delta")]
 
 
 @pytest.mark.parametrize(("name", "steady"), [(name, 16 * (i % 2)) for i, name in enumerate(REFUSED)])
