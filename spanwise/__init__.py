@@ -39,16 +39,19 @@ if _TYPE_CHECKING:
         Hardware as Hardware,
         Link as Link,
     )
+    from spanwise.layouts.balancers import ptrr_schedule as ptrr_schedule
     from spanwise.layouts.layout import Layout as Layout
     from spanwise.layouts.packing import Packing as Packing
     from spanwise.layouts.problem import LayoutProblem as LayoutProblem, LoadBalancer as LoadBalancer
-    from spanwise.layouts.ptrr import ptrr_schedule as ptrr_schedule
-    from spanwise.layouts.sequence_tree import SequenceTree as SequenceTree, tree_from_sequences as tree_from_sequences
     from spanwise.layouts.thd_order import (
         contiguous_to_dualchunk_order_thd as contiguous_to_dualchunk_order_thd,
         dualchunk_to_contiguous_order_thd as dualchunk_to_contiguous_order_thd,
     )
-    from spanwise.layouts.token_tree import TokenTree as TokenTree
+    from spanwise.layouts.token_tree import (
+        SequenceTree as SequenceTree,
+        TokenTree as TokenTree,
+        tree_from_sequences as tree_from_sequences,
+    )
     from spanwise.masks.span_mask import SpanMask as SpanMask
     from spanwise.planning.make_plan import make_plan as make_plan
     from spanwise.planning.plan import Plan as Plan
@@ -79,11 +82,10 @@ _HOMES = {
     "hardware": "B200 CPU_HOST H100 H200 Hardware Link",
     "layouts.layout": "Layout",
     "layouts.packing": "Packing",
+    "layouts.balancers": "ptrr_schedule",
     "layouts.problem": "LayoutProblem LoadBalancer",
-    "layouts.ptrr": "ptrr_schedule",
-    "layouts.sequence_tree": "SequenceTree tree_from_sequences",
     "layouts.thd_order": "contiguous_to_dualchunk_order_thd dualchunk_to_contiguous_order_thd",
-    "layouts.token_tree": "TokenTree",
+    "layouts.token_tree": "SequenceTree TokenTree tree_from_sequences",
     "masks.span_mask": "SpanMask",
     "planning.make_plan": "make_plan",
     "planning.plan": "Plan",

@@ -25,7 +25,7 @@ from spanwise.attention import failure
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
-from spanwise.layouts.balancers import contiguous
+from spanwise.layouts.layout import contiguous
 from spanwise.layouts.packing import Side
 from spanwise.planning.plan import Plan
 

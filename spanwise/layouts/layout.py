@@ -288,6 +288,36 @@ class Layout:
         return np.diff(total[self._offsets[row]])
 
 
+def contiguous(length: int, num_ranks: int) -> Layout:
+    """Rank r holds the r-th of ``num_ranks`` equal chunks; chunks differ by at most one token."""
+    sizes = length // num_ranks + (np.arange(num_ranks) < length % num_ranks)
+    bounds = np.append(0, np.cumsum(sizes))
+    return Layout([np.column_stack([np.arange(num_ranks), bounds[:-1], bounds[1:]])], num_ranks, length)
+
+
+def head_tail_pieces(offsets: Int64, num_ranks: int) -> Int64:
+    """Cuts each document into ``2 * num_ranks`` chunks and assigns chunks r and ``2 * num_ranks - 1 - r`` to rank r.
+
+    The remainder of the division is assigned token by token: to the heads of ranks 0, 1, …, then to their tails. The
+    next document continues with the rank after the last one. So rank r holds ``seq_len // num_ranks`` tokens, one more
+    if ``r < seq_len % num_ranks``, for any documents; and a rank that took the early token of one short document takes
+    the late token of another.
+
+    Returns:
+        int64 ``[num_docs * 2 * num_ranks, 3]`` of (rank, start, stop).
+    """
+    offsets = np.unique(offsets)  # drops empty documents
+    num_chunks = 2 * num_ranks
+    length, remainder = np.divmod(np.diff(offsets), num_chunks)
+    chunk = np.arange(num_chunks)
+    rank = np.minimum(chunk, num_chunks - 1 - chunk)
+    turn = np.where(chunk < num_ranks, rank, num_ranks + rank)  # order in which chunks take one more token
+    assigned = np.cumsum(remainder) - remainder
+    size = length[:, None] + ((turn - assigned[:, None]) % num_chunks < remainder[:, None])
+    stop = offsets[:-1, None] + np.cumsum(size, axis=1)
+    return np.column_stack([np.tile(rank, len(length)), (stop - size).ravel(), stop.ravel()])
+
+
 def _canonical(given: ArrayLike, num_ranks: int, seq_len: int) -> Int64:
     """Checks that the pieces tile the sequence; returns them sorted by (rank, start), adjacent ones merged."""
     pieces = int_array(given, "pieces").astype(np.int64, copy=False)

@@ -17,8 +17,7 @@ from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 
-from spanwise.layouts.balancers import head_tail_pieces
-from spanwise.layouts.layout import Layout
+from spanwise.layouts.layout import Layout, head_tail_pieces
 from spanwise.layouts.runs import ragged_arange
 from spanwise.masks import offsets as _offsets
 from spanwise.masks.arrays import Bool, Int64

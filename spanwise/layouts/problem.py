@@ -1,7 +1,7 @@
 """The problem that a balancer solves, and the interface of balancers.
 
 A balancer is any object with ``assign(problem, num_ranks)``. It returns an owner for each block, or a `Layout` where it
-does not assign whole blocks. `assignment.assign_layout` runs one and checks its answer.
+does not assign whole blocks. `balancers.assign_layout` runs one and checks its answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TokenTree: runs of tokens that share prefixes, such as rollouts of one prompt or the turns of an agent.
+"""Trees of tokens that share prefixes, such as rollouts of one prompt: `TokenTree`, and one made from sequences.
 
 At the head of the data flow, like `Packing`: `TokenTree.mask` makes the SpanMask of a plan; `batch.trees` cuts labels
 and log-probabilities, which follow the edges of the tree.
@@ -7,13 +7,13 @@ and log-probabilities, which follow the edges of the tree.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 import numpy as np
 
 from spanwise.masks import trees
-from spanwise.masks.arrays import Int64
+from spanwise.masks.arrays import Float64, Int64
 from spanwise.masks.checks import check_index, int_array
 from spanwise.masks.span_mask import SpanMask
 
@@ -107,10 +107,7 @@ class TokenTree:
         """
         steps = check_index(steps, "steps")
         if steps < 0:
-            raise ValueError(
-                f"a token of a tree has one token {-steps} before it on its path, and may have several after it; got "
-                f"steps={steps}. Labels and other values of next tokens follow the edges: see spanwise.shard_edges"
-            )
+            raise ValueError(f"a token of a tree may have several successors, got steps={steps}; see shard_edges")
         before = np.append(trees.parent_tokens(self.parents, self.lengths), -1)
         found = np.append(np.arange(self.num_tokens), -1)
         steps = min(steps, self.num_tokens + 1)
@@ -144,35 +141,6 @@ class TokenTree:
             found.append(np.concatenate([np.zeros(0, np.int64), *runs[::-1]]))
         return found
 
-    def explain(self) -> str:
-        """Tokens and pairs of attention, against the paths to all leaves as separate sequences; text for a person.
-
-        >>> print(TokenTree([-1, 0, 0], [1000, 100, 200]).explain())
-        1,300 tokens in 3 nodes, up to 2 spans a row
-        2 paths as separate sequences: 2,300 tokens, 1.77 times as many
-        pairs of attention: 825,650; 1,326,150 as separate sequences, 1.61 times as many
-        """
-        lengths = self.path_lengths()
-        tokens, pairs = self.num_tokens, int((self.positions() + 1).sum())
-        apart, pairs_apart = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
-        spans = int(trees.chains(self.parents, self.lengths).depth.max(initial=0)) + 1
-        times = [apart / max(tokens, 1), pairs_apart / max(pairs, 1)]
-        return "\n".join(
-            [
-                f"{tokens:,} tokens in {self.num_nodes:,} nodes, up to {spans} span{'s' if spans > 1 else ''} a row",
-                f"{len(lengths):,} paths as separate sequences: {apart:,} tokens, {times[0]:.2f} times as many",
-                f"pairs of attention: {pairs:,}; {pairs_apart:,} as separate sequences, {times[1]:.2f} times as many",
-            ]
-        )
-
-    def path_lengths(self) -> Int64:
-        """Tokens of the path to each of the `leaves`, int64 ``[num_leaves]``.
-
-        >>> TokenTree([-1, 0, 0], [3, 2, 1]).path_lengths()
-        array([5, 4])
-        """
-        return trees.path_lengths(self.parents, self.lengths)[self.leaves]
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTree):
             return NotImplemented
@@ -186,3 +154,145 @@ class TokenTree:
 
     def __repr__(self) -> str:
         return f"TokenTree({self.num_nodes} nodes, {self.num_tokens} tokens, {len(self.leaves)} leaves)"
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTree:
+    """Sequences as a tree. Made by `tree_from_sequences`.
+
+    Attributes:
+        tree: the `TokenTree`.
+        ids: token ids in storage, int64 ``[tree.num_tokens]``.
+        paths: for each sequence its tokens in storage, int64 ``[length]``: ``ids[paths[s]]`` is sequence ``s``.
+
+    >>> from spanwise import tree_from_sequences
+    >>> found = tree_from_sequences([[5, 6, 7], [5, 6, 8]])
+    >>> found.ids, found.ids[found.paths[1]]
+    (array([5, 6, 7, 8]), array([5, 6, 8]))
+    """
+
+    tree: TokenTree
+    ids: Int64
+    paths: tuple[Int64, ...]
+
+    def weights(self, values: Iterable[Any] | None = None) -> Float64:
+        """Sum over the sequences through each token, float64 ``[tree.num_tokens]``: weights of the loss terms.
+
+        A sum of losses over separate sequences is a weighted sum over the tree's tokens, because equal paths have equal
+        log-probabilities.
+
+        Args:
+            values: for each sequence a number, or an array with one for each of its tokens; default: 1. Such are
+                advantages, or 0 for tokens of a prompt.
+
+        Raises:
+            ValueError: another number of sequences, or of tokens of one; values that are no numbers, or that need
+                gradients, which do not pass through weights.
+
+        >>> import spanwise
+        >>> found = spanwise.tree_from_sequences([[5, 6, 7], [5, 6, 8, 9]])
+        >>> found.weights(), found.weights([1.0, -0.5])
+        (array([2., 2., 1., 1., 1.]), array([ 0.5,  0.5,  1. , -0.5, -0.5]))
+        """
+        given = [1.0] * len(self.paths) if values is None else list(values)
+        if len(given) != len(self.paths):
+            raise ValueError(f"values must have an entry for each of {len(self.paths)} sequences, got {len(given)}")
+        total = np.zeros(self.tree.num_tokens)
+        for s, (path, value) in enumerate(zip(self.paths, given, strict=True)):
+            if getattr(value, "requires_grad", False):
+                raise ValueError(f"values[{s}] needs a gradient: multiply log-probabilities by it instead")
+            each = np.asarray(value.double().cpu() if hasattr(value, "double") else value)
+            if each.shape not in ((), path.shape) or (each.size and each.dtype.kind not in "biuf"):
+                raise ValueError(f"values[{s}] must be a number or {len(path)} of them, one a token, got {value!r}")
+            total[path] += each  # a path meets a token once
+        return total
+
+
+def tree_from_sequences(sequences: Iterable[Any]) -> SequenceTree:
+    """The tree in which sequences share their common prefixes: each prefix is stored, and computed, once.
+
+    Children are ordered so that few spans are needed: at most ``1 + log2(number of leaves)`` a row, and no depth-first
+    order needs fewer.
+
+    Args:
+        sequences: token ids of each sequence, integers ``[length]``, at least 0: lists, numpy arrays or torch tensors.
+            Sequences may be empty, equal, or prefixes of others.
+
+    Raises:
+        ValueError: a sequence that is not one-dimensional, or holds negative numbers.
+
+    >>> import spanwise
+    >>> found = spanwise.tree_from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
+    >>> found.tree.parents.tolist(), found.tree.lengths.tolist(), found.ids.tolist()
+    ([-1, 0, 0], [2, 1, 2], [5, 6, 7, 8, 9])
+    >>> [path.tolist() for path in found.paths]
+    [[0, 1, 2], [0, 1, 3, 4], [0, 1]]
+    """
+    given, root = [_checked(ids, s) for s, ids in enumerate(sequences)], _Node(0, 0, 0)
+    # Sorted, the sequences lie in the order in which a walk through their tree meets them, and two neighbours share the
+    # path of their common prefix. Big-endian bytes of numbers that are not negative sort as the numbers do.
+    order = sorted(range(len(given)), key=lambda s: given[s].astype(">u8").tobytes())
+    path, ends, before = [root], [root] * len(given), np.zeros(0, np.int64)  # from the root to the last sequence's end
+
+    def close(begin: int) -> None:
+        """Ends the nodes on the path that begin so late: all their children are known."""
+        while len(path) > 1 and path[-1].begin >= begin:
+            path[-2].children.append(path[-1])
+            path.pop().sort()
+
+    for s in order:
+        both = min(len(before), len(given[s]))
+        differ = np.flatnonzero(before[:both] != given[s][:both])
+        shared = int(differ[0]) if len(differ) else both
+        close(shared)
+        if path[-1].end > shared:  # its first tokens become its new parent
+            lower = path[-1]
+            path[-1:] = [_Node(lower.sequence, lower.begin, shared), lower]
+            lower.begin = shared
+            close(shared)
+        if len(given[s]) > shared:
+            path.append(_Node(s, shared, len(given[s])))
+        ends[s], before = path[-1], given[s]
+    close(0)
+    root.sort()
+    nodes, parents, stack = list[_Node](), list[int](), [(root, -1)]
+    while stack:
+        node, parent = stack.pop()
+        node.number = len(nodes) - 1
+        nodes.append(node)
+        parents.append(parent)
+        stack += [(child, node.number) for child in reversed(node.children)]
+    tree = TokenTree(parents[1:], [node.end - node.begin for node in nodes[1:]])
+    ids = np.concatenate([np.zeros(0, np.int64), *(given[n.sequence][n.begin : n.end] for n in nodes[1:])])
+    return SequenceTree(tree, ids, tuple(tree.paths([node.number for node in ends])))
+
+
+def _checked(ids: Any, s: int) -> Int64:
+    array = int_array(ids, f"sequence {s}").astype(np.int64)
+    if array.ndim != 1 or array.min(initial=0) < 0:
+        raise ValueError(
+            f"sequence {s} must be token ids [length] of at least 0, got shape {list(array.shape)} and "
+            f"{array.min(initial=0)}; give labels that are ignored a weight of 0 instead"
+        )
+    return array
+
+
+@dataclass(slots=True)
+class _Node:
+    """Tokens ``[begin, end)`` of a sequence; `needed`: spans of the fullest row in it and below."""
+
+    sequence: int
+    begin: int
+    end: int
+    children: list[_Node] = field(default_factory=list)
+    needed: int = 1
+    number: int = -1
+
+    def sort(self) -> None:
+        """Puts the child first that needs most spans: it follows the node in storage and joins its span.
+
+        Rows below the others have one span more. So `needed` is the Horton-Strahler number.
+        """
+        self.children.sort(key=lambda child: -child.needed)
+        first, second = [*(child.needed for child in self.children[:2]), 0, 0][:2]
+        self.needed = max(first, second + 1)

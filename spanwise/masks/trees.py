@@ -50,8 +50,7 @@ def checked(parents: Any, lengths: Any) -> tuple[Int64, Int64]:
     count = len(own)
     for node in np.flatnonzero((own < -1) | (own >= np.arange(count)))[:1]:
         raise ValueError(
-            f"parents[{node}] = {own[node]}, and there are {count} nodes: a parent is -1 for a root, or a node that "
-            f"comes before its children in storage; renumber the nodes, for example depth-first from the roots"
+            f"parents[{node}] = {own[node]} of {count} nodes: a parent is -1 for a root, or a node before its children"
         )
     return own, sizes
 
@@ -86,10 +85,9 @@ def spans(parents: Any, lengths: Any, window: SupportsIndex | None, max_spans: S
     if slots > limit:
         deep = int(np.argmax(of.depth[of.chain] + 1 > limit))
         raise ValueError(
-            f"tokens {of.start[deep]} to {of.stop[deep] - 1} need {of.depth[of.chain[deep]] + 1} spans, "
-            f"more than max_spans={limit}: one for each ancestor that does not end where the next one on the path "
-            f"begins. Let the child with the deepest subtree follow its parent (tree_from_sequences does), or pass "
-            f"max_spans={slots}, which takes {8 * slots * total:,} bytes"
+            f"tokens {of.start[deep]} to {of.stop[deep] - 1} need {of.depth[of.chain[deep]] + 1} spans, more than "
+            f"max_spans={limit}: let the child with the deepest subtree follow its parent (tree_from_sequences does), "
+            f"or pass max_spans={slots}, which takes {8 * slots * total:,} bytes"
         )
     found, at = [], np.arange(len(of.start))  # of each node and level the last node on its path in a chain so deep
     for level in reversed(range(slots)):
@@ -119,14 +117,7 @@ def parent_tokens(parents: Int64, lengths: Int64) -> Int64:
 
 def positions(parents: Int64, lengths: Int64) -> Int64:
     """Number of tokens before each token on its path, int64 ``[tokens]``."""
-    begin = path_lengths(parents, lengths) - lengths
-    first = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(begin - first, lengths)
-
-
-def path_lengths(parents: Int64, lengths: Int64) -> Int64:
-    """Tokens from the root to the end of each node, int64 ``[num_nodes]``."""
-    total, above = np.append(lengths, 0), np.append(parents, -1)
-    while bool((above >= 0).any()):  # each time the sum over twice as many nodes
-        total, above = total + total[above], above[above]
-    return total[:-1]
+    begin, above = np.append(lengths, 0), np.append(parents, -1)
+    while bool((above >= 0).any()):  # tokens of each node and of those above it, each time of twice as many
+        begin, above = begin + begin[above], above[above]
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(begin[:-1] - np.cumsum(lengths), lengths)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spanwise import hardware as rates
-from spanwise.layouts import assignment
+from spanwise.layouts import balancers
 from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
@@ -158,7 +158,7 @@ def make_plan(
         "kv_row_dim": requests.number("kv_row_dim", kv_row_dim), "dtype": name, "itemsize": _ITEMSIZES[name],
         "hardware": hardware, "packing": packing, "recurrences": checked(recurrences),
     }  # fmt: skip
-    problem = assignment.problem_of(masks, weights, requests.required("block_size", block_size), cu_seqlens, packing)
+    problem = balancers.problem_of(masks, weights, requests.required("block_size", block_size), cu_seqlens, packing)
     plans = _Search(fields, levels, chosen, stages, keep_kv, budget, problem).plans(balancer)
     if budget is not None:
         plans = _within_budget(plans, budget)
@@ -250,7 +250,7 @@ class _Search:
 
     def _assigned(self, balancer: str | LoadBalancer, label: str, outer: int, inner: int) -> Plan:
         packing, problem = self.fields["packing"], self.problem
-        layout, kv_layout, block_size = assignment.layouts(problem, packing, balancer, outer, inner)
+        layout, kv_layout, block_size = balancers.layouts(problem, packing, balancer, outer, inner)
         return Plan(
             **self.fields, weights={name: float(weight) for name, weight in (problem.weights or {}).items()},
             cu_seqlens=problem.cu_seqlens_rows if packing is None else None, layout=layout, kv_layout=kv_layout,

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spanwise.hardware import Hardware
-from spanwise.layouts.balancers import contiguous
-from spanwise.layouts.layout import Layout
+from spanwise.layouts.layout import Layout, contiguous
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.traffic import Readings
 from spanwise.masks.arrays import Int64

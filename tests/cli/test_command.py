@@ -22,7 +22,7 @@ from spanwise.cli import app, options, verify
 from spanwise.cli.options import CalibrateOptions, OverlapOptions, PlanOptions
 from spanwise.cli.output import PRESETS
 from spanwise.cli.ranks import RankFailure, run_ranks
-from spanwise.layouts.assignment import BY_NAME
+from spanwise.layouts.balancers import BY_NAME
 from spanwise.routes.exchanges import EXCHANGES
 from tests.cli.commands import run
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from benchmarks.plan import document_offsets
 from spanwise import H100, Layout, LayoutProblem, SpanMask, make_plan
-from spanwise.layouts.assignment import assign_layout
-from spanwise.layouts.filling import inside_hosts, tries
-from spanwise.layouts.local import Local
+from spanwise.layouts.balancers import assign_layout
+from spanwise.layouts.local import Local, inside_hosts, tries
 from spanwise.layouts.problem import offsets_of_documents
 from tests.planning.test_scale import lognormal as scaled
 

@@ -10,7 +10,7 @@ import pytest
 import spanwise
 from spanwise import LayoutProblem, SpanMask
 from spanwise.layouts import swaps
-from spanwise.layouts.filling import tries
+from spanwise.layouts.local import tries
 
 MASKS = {
     "tree": SpanMask.tree([-1, 0, 0, 1, 1], [50, 40, 60, 30, 76]),

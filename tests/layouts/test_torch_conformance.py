@@ -11,9 +11,8 @@ import torch
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as peers
 from torch.nn.attention.flex_attention import create_block_mask
 
-from spanwise.layouts.assignment import assign_layout
+from spanwise.layouts.balancers import assign_layout
 from spanwise.layouts.problem import LayoutProblem
-from spanwise.layouts.ptrr import ptrr_schedule
 from spanwise.masks.span_mask import SpanMask
 
 
@@ -66,15 +65,6 @@ def test_ptrr(name, num_ranks):
     layout = assign_layout("ptrr", LayoutProblem({"m": mask}, block_size=block_size), num_ranks)
     block_mask = torch_block_mask(mask, block_size)
     assert_same_indices(layout, peers._PTRRLoadBalancer(block_mask, num_ranks))
-
-
-@pytest.mark.parametrize(("num_blocks", "num_ranks"), [(1, 1), (16, 4), (60, 3), (64, 64), (1024, 8)])
-def test_ptrr_schedule(num_blocks, num_ranks):
-    generator = torch.Generator().manual_seed(num_blocks)
-    for dtype in (torch.int64, torch.float32):
-        times = torch.randint(0, 50, (num_blocks,), generator=generator).to(dtype)  # many ties
-        theirs = peers._PTRRLoadBalancer.ptrr_scheduling(times, num_ranks)
-        assert torch.equal(ptrr_schedule(times, num_ranks), theirs)
 
 
 @pytest.mark.parametrize(("lengths", "num_ranks"), [([4, 8, 4], 2), ([16, 48, 8, 8], 4), ([12], 3), ([6, 6], 1)])

@@ -63,20 +63,20 @@ def test_weights_of_sequences():
     assert found.weights([[1, 2], 0, torch.tensor([5.0])]).tolist() == [6, 2, 0, 0]
     with pytest.raises(ValueError, match="an entry for each of 3 sequences, got 2"):
         found.weights([1, 2])
-    with pytest.raises(ValueError, match=r"values\[1\] must be a number or one for each of the sequence's 3 tokens"):
+    with pytest.raises(ValueError, match=r"values\[1\] must be a number or 3 of them"):
         found.weights([1, [1, 2], 3])
     assert found.weights(torch.tensor([1, 10, 100], dtype=torch.bfloat16)).tolist() == [111, 1, 10, 10]
-    with pytest.raises(ValueError, match=r"values\[2\] must be a number or one for each of .* got None"):
+    with pytest.raises(ValueError, match=r"values\[2\] must be a number .* got None"):
         found.weights([1, 2, None])
-    with pytest.raises(ValueError, match=r"values\[0\] needs a gradient, .* multiply log-probabilities by it"):
+    with pytest.raises(ValueError, match=r"values\[0\] needs a gradient"):
         found.weights(torch.ones(3, requires_grad=True))
 
 
 @pytest.mark.parametrize(
     ("sequences", "message"),
     [
-        ([[1], [[1, 2]]], r"sequence 1 must be token ids \[length\], got shape \[1, 2\]"),
-        ([[1, -100]], r"sequence 0 must hold token ids of at least 0, got -100 at position 1; .* weight of 0"),
+        ([[1], [[1, 2]]], r"sequence 1 must be token ids .* shape \[1, 2\]"),
+        ([[1, -100]], "sequence 0 must be token ids .* -100; .* weight of 0"),
         ([[0.5]], "sequence 0 must hold integers"),
     ],
 )
