@@ -88,7 +88,6 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "out given": lambda x, y: torch.mul(y, 0.5, out=x) if x.shape == y.shape and x.dtype == y.dtype else None,
     "relu_ of a view": lambda x, y: x.reshape(-1)[::2].relu_(),
     "batch norm": lambda x, y: batch_norm(x, y) if x.dtype == y.dtype == torch.float32 and y.numel() > 1 else None,
-    "resized": lambda x, y: ATEN.resize_as_(torch.empty(0, dtype=x.dtype), x).copy_(x),
 }
 READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda x, y: x + y.sum(),

@@ -118,6 +118,7 @@ def test_a_stream_that_is_the_bottleneck_gains(room: int, gain: float) -> None:
     assert after.timeline.makespan <= (1 - gain) * before.timeline.makespan
     assert after.timeline.peak_bytes <= before.budget and after.timeline.exposed_ms <= before.timeline.exposed_ms
     assert len(merged.dag.starts) <= len(dag.starts) / 2
+    assert all(len({dag.nodes[i].group for i in merged.members[start]}) == 1 for start in merged.dag.starts)
 
 
 def test_launches_are_saved_where_compute_is_the_bottleneck() -> None:
@@ -144,6 +145,22 @@ def test_prices_that_are_too_high_or_none() -> None:
         prices = dict.fromkeys(range(10), bad)
         with pytest.raises(GraphError, match=r"node 'node \d+': merged .* would cost"):
             bucket(dag, before, groups_of(dag), lambda starts, prices=prices: prices[len(starts)])  # type: ignore[misc]
+
+
+def test_gathers_around_a_scatter_that_is_hidden() -> None:
+    """Gathers before and after it become one where the first of them was."""
+    made = Build()
+    first, mm = made.add(S, 2.0, (), "g"), made.compute(2.0)
+    used = made.compute(1.0, made.add(W, 0.0, (first,), start=first))
+    scatter, mm = made.add(S, 2.0, (used,), "g"), made.compute(2.0, mm)
+    scattered = made.add(W, 0.0, (scatter,), start=scatter)
+    second, mm = made.add(S, 2.0, (), "g"), made.compute(2.0, mm)
+    made.compute(1.0, scattered, mm, made.add(W, 0.0, (second,), start=second))
+    before = schedule(made.dag())
+    keys = ["gather" if i in (first, second) else None for i in range(len(made.nodes))]
+    merged, after = bucket(made.dag(), before, keys, lambda starts: 2.0)
+    assert (first, second) in [tuple(sorted(members)) for members in merged.members]
+    assert after.timeline.makespan == before.timeline.makespan
 
 
 def test_a_pair_at_fault_does_not_keep_others_apart() -> None:

@@ -11,34 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, reject, settings, strategies as st
-from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.dag import Dag, GraphError, Kind
+from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.capture import relabel
 from spanwise.overlap.fx.emit import bucket_keys, emit, has_equal_waits, merge_waits
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import WAIT
 from spanwise.overlap.optimize import optimize
-from tests.overlap.programs import Program, one, programs, run, same, traced, tracked
+from tests.overlap.dags import some_order
+from tests.overlap.programs import Cost, Program, one, programs, run, same, traced, tracked
 from tests.overlap.test_bucketing import merge
-from tests.overlap.test_graph import by_hand
 
-OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
-
-
-def some_order(dag: Dag, choose: random.Random) -> list[int]:
-    """A random order of the nodes that respects all dependencies."""
-    missing = [len(set(node.deps)) for node in dag.nodes]
-    ready, order = [i for i, count in enumerate(missing) if not count], []
-    while ready:
-        order.append(ready.pop(choose.randrange(len(ready))))
-        for user in dag.users[order[-1]]:
-            missing[user] -= 1
-            if not missing[user]:
-                ready.append(user)
-    return order
+OPS = torch.ops._c10d_functional
 
 
 def some_buckets(captured: Captured, choose: random.Random) -> list[list[int]]:
@@ -50,7 +36,7 @@ def some_buckets(captured: Captured, choose: random.Random) -> list[list[int]]:
             if keys[bucket[0]] == keys[i] and choose.random() < 0.8:
                 more = [[*b, i] if b is bucket else b for b in found]
                 try:
-                    merge(captured.dag, more, [1.0] * len(more))
+                    merge(captured.dag, more)
                 except GraphError:
                     continue
                 found[at] = more[at]
@@ -74,7 +60,7 @@ def test_any_order_and_any_buckets_give_the_same_bits_on_all_ranks(program: Prog
     if not len(captured.dag):
         return
     buckets = some_buckets(captured, choose)
-    merged = merge(captured.dag, buckets, [1.0] * len(buckets))
+    merged = merge(captured.dag, buckets)
     order = some_order(merged.dag, choose)
     emit(captured, order, merged.members)
     gm.graph.lint()
@@ -87,10 +73,7 @@ def test_any_order_and_any_buckets_give_the_same_bits_on_all_ranks(program: Prog
     assert len(again.starts) == len(merged.dag.starts)
 
 
-# Equal waits.
-
-
-def test_a_gather_with_several_waits_gets_into_a_bucket() -> None:
+def test_equal_waits_become_one_and_get_into_a_bucket() -> None:
     """AOTAutograd leaves a wait for each use since torch 2.14."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -98,19 +81,10 @@ def test_a_gather_with_several_waits_gets_into_a_bucket() -> None:
         early, other = OPS.wait_tensor(first).sin(), OPS.wait_tensor(second)
         return early @ early.t(), other * OPS.wait_tensor(first), OPS.wait_tensor(first).cos()
 
-    class OneLaunch:
-        """Every node takes a millisecond, also a bucket."""
-
-        def __call__(self, node: fx.Node) -> float:
-            return 1.0
-
-        def merged(self, nodes: Any) -> float:
-            return 1.0
-
     inputs = [[torch.arange(16.0).reshape(4, 4) * (rank + i) for i in range(2)] for rank in range(4)]
     gm = make_fx(function, tracing_mode="fake")(*inputs[0])
     expected, code = run(gm, inputs), gm.code
-    result = optimize(gm, OneLaunch())
+    result = optimize(gm, Cost(1.0))
     assert (len(result.timeline.dag.starts), len(result.before.dag.wait_of)) == (1, 2) and gm.code == code
     merge_waits(gm.graph)  # in place, as the backend does
     assert not has_equal_waits(gm.graph) and len(gm.graph.find_nodes(op="call_function", target=WAIT)) == 2
@@ -136,17 +110,12 @@ def test_waits_that_stay() -> None:
         assert len(gm.graph.find_nodes(op="call_function", target=WAIT)) == 2
 
 
-# Bucket keys.
-
-
 def keys(function: Callable[..., Any], device: str = "cpu") -> list[Hashable | None]:
-    """Keys of all starts."""
+    """Bucket keys of all starts."""
     gm = make_fx(function, tracing_mode="fake")(torch.ones(4, 4))
     relabel(gm, torch.device(device))
     captured = to_dag(gm, one)
-    found = bucket_keys(captured)
-    assert all(key is None for key, node in zip(found, captured.dag.nodes, strict=True) if node.kind != Kind.START)
-    return [found[i] for i in captured.dag.starts]
+    return [bucket_keys(captured)[i] for i in captured.dag.starts]
 
 
 @pytest.mark.parametrize(
@@ -155,26 +124,18 @@ def keys(function: Callable[..., Any], device: str = "cpu") -> list[Hashable | N
 )
 def test_keys_hold_what_must_be_equal(device: str, backend: str, mixed: bool) -> None:
     """Of several dtypes, reduce-scatters can be one, and all-gathers of NCCL, which unknown groups on CUDA have."""
-    tp, dp = "tp", "dp"
+    tp = "tp"
     if backend:
         store = _torch.fake_store() if backend == "fake" else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         tp = _torch.group_name(dist.group.WORLD)
 
     def function(x: torch.Tensor) -> Any:
-        starts = [
-            OPS.all_gather_into_tensor(x, 2, tp),
-            OPS.all_gather_into_tensor(x.bfloat16(), 2, tp),
-            OPS.all_gather_into_tensor(x, 2, dp),
-            OPS.reduce_scatter_tensor(x, "sum", 2, tp),
-            OPS.reduce_scatter_tensor(x.bfloat16(), "sum", 2, tp),
-            OPS.reduce_scatter_tensor(x, "avg", 2, tp),
-            OPS.all_reduce(x, "sum", tp),
-            OPS.all_reduce(x, group_name=tp, reduce_op="sum"),
-            OPS.all_reduce(x.bfloat16(), "sum", tp),
-            OPS.all_reduce(x, "max", tp),
-        ]
-        return [OPS.wait_tensor(x) for x in starts]
+        half = x.bfloat16()
+        starts = [OPS.all_gather_into_tensor(of, 2, group) for of, group in ((x, tp), (half, tp), (x, "dp"))]
+        starts += [OPS.reduce_scatter_tensor(of, how, 2, tp) for of, how in ((x, "sum"), (half, "sum"), (x, "avg"))]
+        starts += [OPS.all_reduce(x, "sum", tp), OPS.all_reduce(x, group_name=tp, reduce_op="sum")]
+        return [OPS.wait_tensor(x) for x in (*starts, OPS.all_reduce(half, "sum", tp), OPS.all_reduce(x, "max", tp))]
 
     try:
         found = keys(function, device)
@@ -188,35 +149,15 @@ def test_keys_hold_what_must_be_equal(device: str, backend: str, mixed: bool) ->
 def test_what_is_never_merged() -> None:
     def function(x: torch.Tensor) -> Any:
         starts = [
-            OPS.all_reduce_(x.clone(), "sum", "tp"),
-            OPS.all_gather_into_tensor_out(x, 2, "tp", out=x.new_empty(8, 4)),
-            OPS.all_to_all_single(x, [2, 2], [2, 2], "tp"),
-            OPS.broadcast(x, 0, "tp"),
-            OPS.all_reduce(x.to(torch.complex64), "sum", "tp"),
-            *OPS.all_reduce_coalesced([x, x], "sum", "tp"),
-        ]
+            OPS.all_reduce_(x.clone(), "sum", "tp"), OPS.all_to_all_single(x, [2, 2], [2, 2], "tp"),
+            OPS.all_gather_into_tensor_out(x, 2, "tp", out=x.new_empty(8, 4)), OPS.broadcast(x, 0, "tp"),
+            OPS.all_reduce(x.to(torch.complex64), "sum", "tp"), *OPS.all_reduce_coalesced([x, x], "sum", "tp"),
+        ]  # fmt: skip
         twice, unwaited, read = (OPS.all_reduce(x, "sum", "tp") for _ in range(3))
         OPS.wait_tensor(twice)
         return [OPS.wait_tensor(x) for x in (*starts, twice, read)], unwaited, read.view(-1)
 
     assert keys(function) == [None] * 9
-
-
-def test_sides_of_a_joint_graph_stay_apart() -> None:
-    def build(graph: fx.Graph, x: fx.Node) -> Any:
-        waits = []
-        for tag in ("is_forward", "is_forward", "is_backward"):
-            node = graph.call_function(OPS.all_reduce.default, (x, "sum", "tp"))
-            node.meta["partitioner_tag"] = tag
-            waits.append(graph.call_function(OPS.wait_tensor.default, (node,)))
-        return waits
-
-    captured = to_dag(by_hand(build), one)
-    a, b, c = (bucket_keys(captured)[i] for i in captured.dag.starts)
-    assert a == b != c
-
-
-# What a bucket looks like.
 
 
 def two_gathers(x: torch.Tensor) -> Any:
@@ -231,9 +172,9 @@ def test_a_bucket_is_a_coalesced_collective_with_the_metadata_of_its_members() -
         node.meta["stack_trace"] = node.name
     starts = gm.graph.find_nodes(op="call_function", target=OPS.all_gather_into_tensor.default)
     values = [start.meta["val"] for start in starts]
-    waits = {n: dict(n.meta) for n in gm.graph.find_nodes(op="call_function", target=OPS.wait_tensor.default)}
+    waits = {n: dict(n.meta) for n in gm.graph.find_nodes(op="call_function", target=WAIT)}
     captured = to_dag(gm, one)
-    merged = merge(captured.dag, [captured.dag.starts], [1.0])
+    merged = merge(captured.dag, [captured.dag.starts])
     emit(captured, range(len(merged.dag)), merged.members)
     gm.graph.lint()
     (start,) = gm.graph.find_nodes(op="call_function", target=OPS.all_gather_into_tensor_coalesced.default)
@@ -246,12 +187,16 @@ def test_a_bucket_is_a_coalesced_collective_with_the_metadata_of_its_members() -
     assert {n: dict(n.meta) for n in waits} == waits and [wait.args for wait in waits] == [(item,) for item in items]
 
 
-def test_orders_that_are_none_change_nothing() -> None:
-    captured = to_dag(make_fx(two_gathers, tracing_mode="fake")(torch.ones(4, 4)), one)
-    before, count = str(captured.nodes[0].graph), len(captured.dag)
+def test_sides_of_a_joint_graph_stay_apart_and_orders_that_are_none_change_nothing() -> None:
+    gm = make_fx(two_gathers, tracing_mode="fake")(torch.ones(4, 4))
+    captured = to_dag(gm, one)
+    first, second = (captured.nodes[i] for i in captured.dag.starts)
+    for tag, alike in (("is_forward", False), ("is_backward", True)):
+        first.meta["partitioner_tag"], second.meta["partitioner_tag"] = tag, "is_backward"
+        assert len({bucket_keys(captured)[i] for i in captured.dag.starts}) == 2 - alike
+    before, count = str(gm.graph), len(captured.dag)
     apart = [(i,) for i in range(count)]
-    wrong = [(range(count), [(*apart[1], *apart[0]), *apart[2:], ()]), ([0] * count, apart), (range(3), apart)]
-    for order, members in wrong:
+    for order, members in ((range(count), [(1, 0), *apart[2:], ()]), ([0] * count, apart), (range(3), apart)):
         with pytest.raises(ValueError):
             emit(captured, order, members)
-        assert str(captured.nodes[0].graph) == before
+        assert str(gm.graph) == before

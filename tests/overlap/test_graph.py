@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,10 +46,6 @@ def follows(captured: Captured, later: str, earlier: str) -> bool:
     return earlier in found
 
 
-def storages(captured: Captured) -> dict[str, int]:
-    return {captured.dag.nodes[s.maker].name: s.num_bytes for s in captured.dag.storages}
-
-
 class Graph(fx.Graph):
     """Names its nodes as make_fx does, without their overloads."""
 
@@ -70,10 +67,7 @@ def by_hand(build: Callable[[fx.Graph, fx.Node], Any], shape: tuple[int, ...] = 
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-# Memory. `test_emit` runs random programs.
-
-# What each node must follow; nodes that are not named may have any dependencies.
-
+# What each node must follow; nodes that are not named may have any dependencies. `test_emit` runs random programs.
 Expected = dict[str, set[str]]
 
 
@@ -162,15 +156,12 @@ def test_memory_that_only_the_storages_show() -> None:
     """Shared by fake tensors and not by schemas."""
 
     def shared(graph: fx.Graph, x: fx.Node) -> fx.Node:
-        y = graph.call_function(ATEN.clone.default, (x,))
+        y, z = (graph.call_function(op, (x,)) for op in (ATEN.clone.default, ATEN.sin.default))
         y.meta["val"] = torch.empty(4, 4)
-        z = graph.call_function(ATEN.sin.default, (y,))
         z.meta["val"] = y.meta["val"].view(16)
+        z.args = (y,)
         graph.call_function(ATEN.add_.Scalar, (z, 1))
         return graph.call_function(ATEN.cos.default, (y,))
-
-    captured = to_dag(by_hand(shared), one)
-    assert "add_" in deps(captured, "cos") and storages(captured) == {"clone": 64, "cos": 64}
 
     def shared_later(graph: fx.Graph, x: fx.Node) -> fx.Node:
         y, z = (graph.call_function(ATEN.clone.default, (x,)) for _ in range(2))
@@ -179,7 +170,8 @@ def test_memory_that_only_the_storages_show() -> None:
         graph.call_function(ATEN.add_.Scalar, (y, 1)).meta["val"] = y.meta["val"]
         return graph.call_function(ATEN.cos.default, (z,))
 
-    assert "add_" in deps(to_dag(by_hand(shared_later), one), "cos")
+    assert all("add_" in deps(to_dag(by_hand(build), one), "cos") for build in (shared, shared_later))
+    assert [s.num_bytes for s in to_dag(by_hand(shared), one).dag.storages] == [64, 64]  # clone and cos
 
 
 def test_items_that_are_no_tensors_need_no_value() -> None:
@@ -199,42 +191,34 @@ def test_items_that_are_no_tensors_need_no_value() -> None:
     assert [storage.num_bytes for storage in dag.storages if storage.kept] == [64, 4] and dag.compute_ms == 1.0
 
 
-# Order.
-
-
-def barrier(op: Any, *more: Any) -> Captured:
-    def build(graph: fx.Graph, x: fx.Node) -> Any:
-        before = [graph.call_function(ATEN.sin.default, (x,)) for _ in range(3)]
-        graph.call_function(ATEN.cos.default, (before[0],))
-        middle = graph.call_function(op, (x, *more))
-        after = [graph.call_function(ATEN.sin.default, (x,)) for _ in range(3)]
-        graph.call_function(ATEN.cos.default, (after[0],))
-        end = graph.call_function(op, (x, *more))
-        assert middle is not end
-        return graph.call_function(ATEN.cos.default, (before[1],))
-
-    return to_dag(by_hand(build), one)
+UNKNOWN = (
+    (torch.ops._dtensor.shard_dim_alltoall.default, 0, 1, "tp"),
+    (torch.ops.symm_mem.one_shot_all_reduce.default, "sum", "tp"),
+    (torch.ops.c10d.barrier.default, None, []),
+    (ATEN._assert_async.msg, "must hold"),  # returns nothing and writes nothing
+    (ATEN.resize_.default, [4, 4]),
+    (torch.ops.higher_order.with_effects,),
+    (lambda x: x,),
+)
 
 
 def test_nothing_crosses_a_barrier() -> None:
-    unknown = (
-        (torch.ops._dtensor.shard_dim_alltoall.default, 0, 1, "tp"),
-        (torch.ops.symm_mem.one_shot_all_reduce.default, "sum", "tp"),
-        (torch.ops.c10d.barrier.default, None, []),
-        (ATEN._assert_async.msg, "must hold"),  # returns nothing and writes nothing
-        (ATEN.resize_.default, [4, 4]),
-        (torch.ops.higher_order.with_effects,),
-        (lambda x: x,),
-    )
-    for op in unknown:
-        captured = barrier(*op)
+    def build(graph: fx.Graph, x: fx.Node, op: Any, *more: Any) -> Any:
+        for _ in range(2):
+            before = [graph.call_function(ATEN.sin.default, (x,)) for _ in range(3)]
+            graph.call_function(ATEN.cos.default, (before[0],))
+            graph.call_function(op, (x, *more))
+        return graph.call_function(ATEN.cos.default, (before[1],))
+
+    for op in UNKNOWN:
+        captured = to_dag(by_hand(lambda graph, x, op=op: build(graph, x, *op)), one)
         assert captured.barriers == (4, 9)
         nodes = [node.name for node in captured.dag.nodes]
-        for i, name in enumerate(nodes):
-            for at in captured.barriers:
-                assert follows(captured, max(name, nodes[at], key=nodes.index), nodes[min(i, at)]), name
+        for at, name in itertools.product(captured.barriers, nodes):
+            first, second = sorted((at, nodes.index(name)))
+            assert follows(captured, nodes[second], nodes[first]), name
         assert sum(len(node.deps) for node in captured.dag.nodes) <= 2 * len(nodes)
-    assert barrier(ATEN.tan.default).barriers == ()
+    assert to_dag(by_hand(lambda graph, x: build(graph, x, ATEN.tan.default)), one).barriers == ()
 
 
 def test_a_backward_frees_what_its_forward_saved() -> None:
@@ -285,41 +269,25 @@ def test_subgraphs_are_looked_into(groups: dict[str, str]) -> None:
     assert len(branches(lambda y: OPS.wait_tensor(OPS.all_reduce(y, "sum", groups["tp"]))).barriers) == 1
 
 
-# Errors.
-
-
-def errors(function: Callable[[], Any]) -> GraphError:
-    with pytest.raises(GraphError) as caught:
-        function()
-    return caught.value
-
-
 def test_errors_name_the_node() -> None:
-    cosine = by_hand(lambda graph, x: graph.call_function(ATEN.cos.default, (x,)))
-    for ms in (float("nan"), -1.0, float("inf")):
-        error = errors(lambda ms=ms: to_dag(cosine, lambda node: ms))
-        assert error.node == "cos" and f"got {ms} ms" in str(error)
+    def raises(gm: fx.GraphModule, node: str, text: str, cost: Any = one) -> None:
+        with pytest.raises(GraphError) as caught:
+            to_dag(gm, cost)
+        assert caught.value.node == node and text in str(caught.value)
 
     def broken(node: fx.Node) -> float:
         raise KeyError("no such device")
 
-    error = errors(lambda: to_dag(cosine, broken))
-    assert error.node == "cos" and "its cost is not known: KeyError: 'no such device'" in str(error)
-
+    cosine = by_hand(lambda graph, x: graph.call_function(ATEN.cos.default, (x,)))
+    for ms in (float("nan"), -1.0, float("inf")):
+        raises(cosine, "cos", f"got {ms} ms", lambda node, ms=ms: ms)
+    raises(cosine, "cos", "its cost is not known: KeyError: 'no such device'", broken)
     del next(node for node in cosine.graph.nodes if node.name == "cos").meta["val"]
-    error = errors(lambda: to_dag(cosine, one))
-    assert error.node == "cos" and 'it has no meta["val"]' in str(error)
-
+    raises(cosine, "cos", 'it has no meta["val"]')
     written = by_hand(lambda graph, x: graph.call_function(ATEN.add_.Scalar, (x, 1)))
     del next(node for node in written.graph.nodes if node.name == "x").meta["val"]
-    assert errors(lambda: to_dag(written, one)).node == "x"
-
+    raises(written, "x", 'it has no meta["val"]')
     grouped = by_hand(lambda graph, x: graph.call_function(OPS.all_reduce.default, (x, "sum", x)))
-    error = errors(lambda: to_dag(grouped, one))
-    assert error.node == "all_reduce" and "its process group must be known when the graph is made, got x" in str(error)
-
-
-def test_symbolic_sizes_are_refused() -> None:
-    gm = make_fx(lambda x: x.sin().reshape(-1), tracing_mode="symbolic")(torch.randn(4, 3))
-    error = errors(lambda: to_dag(gm, one))
-    assert error.node == "sin" and "is symbolic; give numbers" in str(error)
+    raises(grouped, "all_reduce", "its process group must be known")
+    symbolic = make_fx(lambda x: x.sin().reshape(-1), tracing_mode="symbolic")(torch.randn(4, 3))
+    raises(symbolic, "sin", "is symbolic")

@@ -14,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.overlap_offload import prefetched
 from spanwise import H100, overlap
-from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.offload import activations, choices, with_copies
@@ -51,7 +50,7 @@ def on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
 
 def values(gm: fx.GraphModule, inputs: Any, late: bool) -> list[torch.Tensor]:
     """Results without their strides, which fake tensors get wrong for dims of size 1 (torch 2.13)."""
-    return [x.clone(memory_format=torch.contiguous_format) for x in run(gm, inputs, late=late)]
+    return [leave(x) for x in run(gm, inputs, late=late)]
 
 
 @settings(max_examples=60)
@@ -89,7 +88,7 @@ def step(layers: int = 6, width: int = 64) -> tuple[fx.GraphModule, list[torch.T
 COST = CostModel(dataclasses.replace(H100, to_host=25e9, from_host=25e9), rates={torch.float32: 1e-3})
 
 
-@pytest.mark.parametrize("percent", [90, 75, 60, 50])
+@pytest.mark.parametrize("percent", [90, 50])
 def test_a_step_fits_a_budget_below_its_peak(percent: int) -> None:
     gm, given = step()
     before = overlap.simulate(gm, COST)
@@ -105,21 +104,15 @@ def test_a_step_fits_a_budget_below_its_peak(percent: int) -> None:
     assert rule is None or result.timeline.makespan <= rule + 1e-9
 
 
-def test_nothing_leaves_where_everything_fits() -> None:
+def test_nothing_leaves_where_everything_fits_and_too_much_is_refused() -> None:
     gm, _ = step()
     budget = overlap.simulate(gm, COST).peak_bytes
     result, plain = (overlap.optimize(gm, COST, memory_budget=budget, offload=on) for on in (True, False))
     assert result.offloaded is None and result.timeline.makespan == plain.timeline.makespan
     assert list(choices(to_dag(gm, COST), budget)) == []
-
-
-def test_wrong_calls() -> None:
-    gm, _ = step()
-    with pytest.raises(ValueError, match="do not take so much"):
-        overlap.optimize(gm, COST, memory_budget=1000, offload=True)
-    for options in ({}, {"memory_budget": 10**9, "split": True}):
-        with pytest.raises(ValueError, match="memory_budget"):
-            overlap.optimize(gm, COST, offload=True, **options)
+    for options in ({"memory_budget": 1000}, {}, {"memory_budget": 10**9, "split": True}):
+        with pytest.raises(ValueError, match="do not take so much|memory_budget"):
+            overlap.optimize(gm, COST, offload=True, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="graph_pass"):
         overlap.backend("aot_eager", cost=COST, memory_budget=10**9, offload=True)
 
@@ -129,4 +122,4 @@ def test_a_pass_offloads_graphs_without_collectives() -> None:
     budget = overlap.simulate(gm, COST).peak_bytes * 3 // 4
     made = overlap.graph_pass(cost=COST, memory_budget=budget, offload=True)(gm, given)
     assert overlap.simulate(made, COST).peak_bytes <= budget
-    assert _torch.activation_offloads().reload.default in {node.target for node in made.graph.nodes}
+    assert AO.reload.default in {node.target for node in made.graph.nodes}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
+import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -19,6 +20,7 @@ from spanwise.overlap.engine import Timeline, simulate
 from spanwise.overlap.fx.graph import Captured, to_dag
 from spanwise.overlap.fx.operators import MESSAGES
 from spanwise.overlap.pytorch_pass import pytorch_order
+from spanwise.overlap.scheduler import ListScheduler
 from spanwise.overlap.search import schedule
 from tests.overlap.pipelines import OPS, Stage
 
@@ -53,20 +55,17 @@ def test_what_may_cross_a_message(batch: bool) -> None:
 
     events = [i for i, node in enumerate(dag.nodes) if node.kind != Kind.COMPUTE]
     free = 0
-    for at, i in enumerate(events):
-        for j in events[at + 1 :]:
-            first, second = dag.nodes[i].kind, dag.nodes[j].kind
-            kept = bool(before[j] >> i & 1)
-            if peers(i) & peers(j) and first == second == Kind.START:
-                assert kept, "the order of one peer"
-            if first == Kind.START and second == Kind.WAIT and (peers(i) or peers(j)):
-                assert kept, "starts stay before waits that follow them"
-            free += not kept and bool(peers(i) or peers(j))
+    for i, j in itertools.combinations(events, 2):
+        first, second, kept = dag.nodes[i].kind, dag.nodes[j].kind, bool(before[j] >> i & 1)
+        if peers(i) & peers(j) and first == second == Kind.START:
+            assert kept, "the order of one peer"
+        if first == Kind.START and second == Kind.WAIT and (peers(i) or peers(j)):
+            assert kept, "starts stay before waits that follow them"
+        free += not kept and bool(peers(i) or peers(j))
     assert free > 30  # such as a gather that starts before a message, or is waited for after it
-    starts = [i for i in dag.starts if not peers(i)]
-    early = schedule(dag, budget=2**40).timeline
-    place = {i: at for at, i in enumerate(early.order.tolist())}
-    assert any(place[i] < place[j] for i in starts for j in dag.starts if peers(j) and j < i)
+    place = {i: at for at, i in enumerate(schedule(dag, budget=2**40).order)}
+    messages = [j for j in dag.starts if peers(j)]
+    assert any(place[i] < place[j] for i in dag.starts if not peers(i) for j in messages if j < i)
     assert sum(len(node.deps) for node in dag.nodes) < 4 * len(dag)
 
 
@@ -99,19 +98,9 @@ def test_what_is_received_is_written_until_its_wait() -> None:
 
 def legal(captured: Captured, theirs: Timeline) -> Timeline:
     """Another order of the same nodes, with messages in the order that their peers keep."""
-    place = {theirs.dag.nodes[i].name: at for at, i in enumerate(theirs.order.tolist())}
-    dag, found = captured.dag, []
-    missing = [len(deps) for deps in dag.unique_deps]
-    ready = [(place[node.name], i) for i, node in enumerate(dag.nodes) if not missing[i]]
-    heapq.heapify(ready)
-    while ready:
-        i = heapq.heappop(ready)[1]
-        found.append(i)
-        for user in dag.users[i]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (place[dag.nodes[user].name], user))
-    return simulate(dag, found)
+    number = {node.name: i for i, node in enumerate(captured.dag.nodes)}
+    order = np.array([number[theirs.dag.nodes[i].name] for i in theirs.order.tolist()])
+    return simulate(captured.dag, ListScheduler(captured.dag).in_units(order, np.arange(len(order))))
 
 
 STAGES = [
@@ -125,55 +114,42 @@ STAGES = [
 def test_a_stage_is_never_longer_than_pytorchs(stage: Stage) -> None:
     """PyTorch's pass changes the order of messages to one peer, which then arrive in each other's place."""
     gm, ranks = stage.traced()
-    for hardware in (H100, SLOW):
-        for hosts in (8, 2):
-            cost = overlap.CostModel(hardware.with_host_size(hosts), ranks=ranks)
-            captured = to_dag(gm, cost)
-            theirs, _ = pytorch_order(gm, cost, cost.latency, ranks=ranks, bucket=False)
-            repaired = legal(captured, theirs)
-            result = overlap.optimize(gm, cost, bucket=False)
-            assert result.timeline.makespan <= 1.002 * repaired.makespan, (hardware.name, hosts)
-            assert result.timeline.makespan <= 1.001 * result.before.makespan
-            assert result.barriers == ()
+    for hardware, hosts in ((H100, 8), (SLOW, 8), (SLOW, 2)):
+        cost = overlap.CostModel(hardware.with_host_size(hosts), ranks=ranks)
+        theirs, _ = pytorch_order(gm, cost, cost.latency, ranks=ranks, bucket=False)
+        result = overlap.optimize(gm, cost, bucket=False)
+        assert result.timeline.makespan <= 1.002 * legal(to_dag(gm, cost), theirs).makespan, (hardware.name, hosts)
+        assert result.timeline.makespan <= 1.001 * result.before.makespan and result.barriers == ()
 
 
-class Deadlock(Exception):
-    pass
+Event = tuple[str, Any]  # "start" or "wait"; a message by the two ranks and its number, a collective by group and name
 
 
-def run(programs: dict[int, list[tuple[str, Any]]], groups: dict[str, set[int]]) -> None:
-    """Run the starts and waits of all ranks; a wait goes on when all ranks that it needs have started.
-
-    A message is matched with its peer's by its number among the messages of the two; a collective by its key.
-    """
-    at, started = dict.fromkeys(programs, 0), {rank: set() for rank in programs}
-    while any(at[rank] < len(program) for rank, program in programs.items()):
+def deadlock(programs: dict[int, list[Event]]) -> dict[int, list[Event]]:
+    """What is left of the programs of all ranks; a wait goes on when all ranks that it needs have started."""
+    left, started = dict(programs), {rank: set[Any]() for rank in programs}
+    moved = True
+    while moved:
         moved = False
-        for rank, program in programs.items():
-            while at[rank] < len(program):
-                what, key = program[at[rank]]
-                if what == "start":
-                    started[rank].add(key)
-                elif key[0] in groups:
-                    if not all(key in started[other] for other in groups[key[0]]):
-                        break
-                elif key not in started[key[1] if key[0] == rank else key[0]]:
+        for rank in left:
+            while left[rank]:
+                what, key = left[rank][0]
+                needed = key[0] if isinstance(key[0], tuple) else {key[1] if key[0] == rank else key[0]}
+                if what == "wait" and not all(key in started[other] for other in needed):
                     break
-                at[rank] += 1
-                moved = True
-        if not moved:
-            raise Deadlock({rank: program[at[rank] :][:1] for rank, program in programs.items()})
+                started[rank].add(key)
+                left[rank], moved = left[rank][1:], True
+    return {rank: events for rank, events in left.items() if events}
 
 
-def events(stage: Stage, captured: Captured, order: list[int]) -> list[tuple[str, Any]]:
-    """Starts and waits as `run` takes them: messages by the two ranks and their number, collectives by their names."""
+def events(stage: Stage, captured: Captured, order: list[int]) -> list[Event]:
+    """Starts and waits of a rank; a message is matched with its peer's by its number among those of the two."""
     numbers: dict[tuple[int, int], int] = {}
     found, key = [], {}
-    for i in order:
-        node = captured.dag.nodes[i]
+    for node, i in ((captured.dag.nodes[i], i) for i in order):
         if node.kind == Kind.START:
             call = captured.nodes[i]
-            key[i] = (f"dp{stage.stage}", node.name)
+            key[i] = (tuple(stage.ranks("dp")), node.name)
             if call.target in MESSAGES:
                 to: Any = call.args[1][0] if stage.batch else call.args[1]  # type: ignore[index]
                 peer = to * stage.dp + stage.rank % stage.dp
@@ -181,9 +157,8 @@ def events(stage: Stage, captured: Captured, order: list[int]) -> list[tuple[str
                 pair = (stage.rank, peer) if sends else (peer, stage.rank)
                 numbers[pair] = numbers.get(pair, 0) + 1
                 key[i] = (*pair, numbers[pair])
-            found.append(("start", key[i]))
-        elif node.kind == Kind.WAIT:
-            found.append(("wait", key[node.start]))
+        if node.kind != Kind.COMPUTE:
+            found.append(("start", key[i]) if node.kind == Kind.START else ("wait", key[node.start]))
     return found
 
 
@@ -192,15 +167,11 @@ def events(stage: Stage, captured: Captured, order: list[int]) -> list[tuple[str
 def test_stages_with_any_costs_do_not_wait_for_one_another_forever(seed: int, stages: int, batch: bool) -> None:
     """Every stage is scheduled at costs of its own, so that the orders of two stages have nothing in common."""
     draw = random.Random(seed)
-    programs, groups = {}, {}
+    programs = {}
     for number in range(stages):
-        first = Stage(2 * number, stages, microbatches=3, layers=2, batch=batch)
         costs = {name: draw.uniform(0.01, 3) for name in ("all", "reduce", "mm", "isend", "irecv", "batch")}
-        groups[f"dp{number}"] = {first.rank, first.rank + 1}
-        for rank in (first.rank, first.rank + 1):
-            stage = dataclasses.replace(first, rank=rank)
-            gm, _ = stage.traced()
-            captured = to_dag(gm, lambda node, of=costs: of.get(node.name.split("_")[0], 0.1))
-            order = schedule(captured.dag, budget=2**40, effort=30).order
-            programs[rank] = events(stage, captured, order)
-    run(programs, groups)
+        for rank in (2 * number, 2 * number + 1):
+            stage = Stage(rank, stages, microbatches=3, layers=2, batch=batch)
+            captured = to_dag(stage.traced()[0], lambda node, of=costs: of.get(node.name.split("_")[0], 0.1))
+            programs[rank] = events(stage, captured, schedule(captured.dag, budget=2**40, effort=30).order)
+    assert deadlock(programs) == {}
