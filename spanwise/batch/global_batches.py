@@ -19,8 +19,7 @@ from spanwise.batch.global_batch import GlobalBatch
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_index, check_lengths, check_positive
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning.make_plan import make_plan
-from spanwise.planning.requests import check_hardware, levels, required
+from spanwise.planning.make_plan import groups_and_ranks, make_plan
 
 
 class DocumentOrder:
@@ -155,10 +154,9 @@ class GlobalBatches:
         known = inspect.signature(make_plan).parameters.keys() - {"mask", "num_ranks", "cu_seqlens", "packing"}
         if unknown := sorted(options.keys() - known):
             raise ValueError(f"global batches take no {', '.join(unknown)}; options are {', '.join(sorted(known))}")
-        check_hardware(options.get("hardware"))
         self.num_ranks, self.options, self.mask = num_ranks, options, mask
-        block_size = required("block_size", options.get("block_size", 128))
-        self.size = math.prod(levels(num_ranks, None))
+        block_size = check_positive(options.get("block_size", 128), "block_size")
+        self.size = math.prod(groups_and_ranks(num_ranks, None))
         self.batch_tokens = self.size * check_positive(tokens_per_rank, "tokens_per_rank")
         self.cut, self.pad, self.drop_last = bool(cut), bool(pad), bool(drop_last)
         self.end = None if epochs is None else check_positive(epochs, "epochs") * self.order.epoch_tokens

@@ -25,11 +25,13 @@ def int_array(values: Any, name: str) -> IntArray:
 
 
 def check_index(value: SupportsIndex, name: str) -> int:
-    """An integer."""
+    """An integer, and no bool."""
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+        pass
+    raise ValueError(f"{name} must be an integer, got {value!r}")
 
 
 def check_length(value: SupportsIndex, name: str) -> int:
@@ -43,8 +45,8 @@ def check_length(value: SupportsIndex, name: str) -> int:
 def check_positive(value: SupportsIndex, name: str) -> int:
     """An integer of at least 1."""
     number = check_index(value, name)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
+    if not 0 < number < 2**63:
+        raise ValueError(f"{name} must be {'at least 1' if number < 1 else 'below 2**63'}, got {number}")
     return number
 
 

@@ -18,11 +18,12 @@ from spanwise.layouts import balancers
 from spanwise.layouts.local import Local
 from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
+from spanwise.masks.checks import check_positive
 from spanwise.masks.span_mask import SpanMask
-from spanwise.planning import memory, requests, seconds
+from spanwise.planning import memory, seconds
 from spanwise.planning.plan import Plan
 from spanwise.planning.plan_data import Candidate
-from spanwise.planning.recurrence import Recurrence, checked
+from spanwise.planning.recurrence import Recurrence
 from spanwise.routes.exchanges import EXCHANGES, Exchange, resolve
 from spanwise.units import seconds as as_text
 
@@ -121,48 +122,80 @@ def make_plan(
     >>> plan.layout.tokens_per_rank.tolist(), plan.recv_tokens().tolist()
     ([2048, 2048], [2048, 24])
     """
-    masks = requests.as_masks(mask)
+    masks, hardware = _as_masks(mask), rates.DEFAULT if hardware is None else hardware
     chosen = None if exchange == "auto" else resolve(exchange)
-    levels = requests.levels(num_ranks, chosen)
+    levels = groups_and_ranks(num_ranks, chosen)
     if keep_kv is not None and not isinstance(keep_kv, bool):
         raise ValueError(f"keep_kv must be True, False or None, got {keep_kv!r}")
     if keep_kv is False and levels[0] == 1 and levels[1] > 1:
-        raise ValueError(
-            "keep_kv=False drops K/V that another exchange brought; Ulysses alone brings none: leave it out"
-        )
-    requests.check_hardware(hardware)
-    hardware = hardware or rates.DEFAULT
-    stages = requests.number("stages", stages)
+        raise ValueError("keep_kv=False drops K/V of another exchange; Ulysses alone brings none: leave it out")
+    if not isinstance(hardware, rates.Hardware):
+        raise ValueError(f"hardware must be a spanwise.Hardware, such as spanwise.H100, got {hardware!r}")
+    numbers = {
+        "stages": stages, "memory_budget": memory_budget, "num_q_heads": num_q_heads, "head_dim": head_dim,
+        "num_kv_heads": num_q_heads if num_kv_heads is None else num_kv_heads,
+        "v_head_dim": head_dim if v_head_dim is None else v_head_dim, "kv_row_dim": kv_row_dim,
+    }  # fmt: skip
+    given = {name: None if value is None else check_positive(value, name) for name, value in numbers.items()}
+    stages, budget = given.pop("stages"), given.pop("memory_budget")
+    if given["num_q_heads"] is not None and given["num_kv_heads"] is not None:
+        memory.check_heads(given["num_q_heads"], given["num_kv_heads"], levels[1])
     if chosen is not None and not chosen.chunk_choices(stages):
-        raise ValueError(
-            f"exchange {chosen.name!r} chooses its number of chunks itself, got stages={stages}; use exchange='needed'"
-        )
+        raise ValueError(f"exchange {chosen.name!r} chooses its chunks itself, got stages={stages}; use 'needed'")
     if chosen is not None and chosen.by_host and len(hardware.links) == 1:
         raise ValueError(
-            f"exchange {chosen.name!r} needs hardware that has hosts, such as spanwise.H100 or "
-            f"spanwise.H100.with_host_size(4); got {hardware.name!r} with one level of links"
+            f"exchange {chosen.name!r} needs hardware that has hosts, such as spanwise.H100; got {hardware.name!r}"
         )
     if packing is not None:
         if not isinstance(packing, Packing) or cu_seqlens is not None:
             raise ValueError(f"give a spanwise.Packing or cu_seqlens, not both; got {packing!r} and {cu_seqlens!r}")
         for each in masks.values():
             packing.check_mask(each)
-    budget = requests.number("memory_budget", memory_budget, largest=2**63)
     if budget is not None and (num_q_heads is None or head_dim is None):
-        raise ValueError("a memory_budget needs num_q_heads and head_dim (and num_kv_heads): bytes follow from them")
+        raise ValueError("a memory_budget needs num_q_heads and head_dim: bytes follow from them")
     name = str(dtype).removeprefix("torch.")
     if name not in _ITEMSIZES:
         raise ValueError(f"dtype must be one of {sorted(_ITEMSIZES)} or the torch dtype of that name, got {dtype!r}")
-    fields = {
-        "masks": masks, **requests.shape(num_q_heads, num_kv_heads, head_dim, v_head_dim, levels[1]),
-        "kv_row_dim": requests.number("kv_row_dim", kv_row_dim), "dtype": name, "itemsize": _ITEMSIZES[name],
-        "hardware": hardware, "packing": packing, "recurrences": checked(recurrences),
+    named = recurrences is None or isinstance(recurrences, Mapping)
+    if not named or not all(isinstance(each, Recurrence) for each in (recurrences or {}).values()):
+        raise ValueError(f"recurrences must map names to spanwise.Recurrence objects, got {recurrences!r}")
+    fields = given | {
+        "masks": masks, "dtype": name, "itemsize": _ITEMSIZES[name], "hardware": hardware, "packing": packing,
+        "recurrences": dict(recurrences or {}) or None,
     }  # fmt: skip
-    problem = balancers.problem_of(masks, weights, requests.required("block_size", block_size), cu_seqlens, packing)
+    problem = balancers.problem_of(masks, weights, check_positive(block_size, "block_size"), cu_seqlens, packing)
     plans = _Search(fields, levels, chosen, stages, keep_kv, budget, problem).plans(balancer)
     if budget is not None:
         plans = _within_budget(plans, budget)
     return plans[0].replace(candidates=()) if len(plans) == 1 else _fastest(plans)
+
+
+def _as_masks(mask: Any) -> dict[str, SpanMask]:
+    """Masks by name, from one or several."""
+    masks = dict(mask) if isinstance(mask, Mapping) else {"default": mask}
+    for name, value in masks.items():
+        if hasattr(value, "kv_num_blocks") and hasattr(value, "mask_mod"):
+            masks[name] = SpanMask.from_block_mask(value)
+        elif not isinstance(value, SpanMask):
+            raise ValueError(
+                f"mask {name!r} is a {type(value).__name__}; make_plan takes a SpanMask or a BlockMask. A dense "
+                f"mask or a mask_mod becomes one with SpanMask.from_mask_mod"
+            )
+    return masks
+
+
+def groups_and_ranks(num_ranks: Any, exchange: Exchange | None) -> tuple[int, int]:
+    """``(groups, ranks of a group)`` from `num_ranks` and the exchange, None for "auto"."""
+    if not isinstance(num_ranks, (tuple, list)):
+        size = check_positive(num_ranks, "num_ranks")
+        return (size, 1) if exchange is None else exchange.levels(size)
+    if len(num_ranks) != 2 or (exchange is not None and exchange.heads):
+        raise ValueError(
+            f"num_ranks must be an integer, or (outer, inner) with Ulysses on the inner axis already and an exchange "
+            f"other than 'ulysses' on the outer one; got {num_ranks!r}"
+        )
+    outer, inner = (check_positive(size, "each of num_ranks") for size in num_ranks)
+    return outer, inner
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -63,12 +61,3 @@ class Recurrence:
     def hidden(self) -> int:
         """Numbers of a token that move between layouts."""
         return self.hidden_size or self.heads * self.value_dim
-
-
-def checked(recurrences: Any) -> dict[str, Recurrence] | None:
-    """The argument of `make_plan`; ``ValueError`` unless it is a mapping of names to `Recurrence`."""
-    if recurrences is None:
-        return None
-    if not isinstance(recurrences, Mapping) or not all(isinstance(r, Recurrence) for r in recurrences.values()):
-        raise ValueError(f"recurrences must map names to spanwise.Recurrence objects, got {recurrences!r}")
-    return {str(name): value for name, value in recurrences.items()} or None

@@ -287,7 +287,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: GlobalBatches([16, 3], 4, 4), "3 tokens for 4 ranks"),
     (lambda: GlobalBatches([16, 3], 4, 32, pad=True), "128, got 32"),
     (lambda: GlobalBatches([2**62] * 5, 1, 32, cut=True), r"2\*\*63"),
-    (lambda: GlobalBatches([5, 6], 2, 8, hardware="h100"), "'h100'"),
     (lambda: GlobalBatches([16, 3], 1, 32, seed=-1), "seed .*-1"),
     (lambda: GlobalBatches([16, 3], 1, 32, pad=True, mask=repr, block_size=4).at(), "mask"),
     (lambda: BATCHES.at(4), "token 4, .* 0"),

@@ -195,13 +195,13 @@ def test_a_users_balancer() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_ranks": 0}, "num_ranks must be a positive integer, got 0"),
-        ({"num_ranks": (2, 2), "exchange": "ulysses"}, "Ulysses on its inner axis already"),
-        ({"block_size": 2**70}, "block_size must be .* at most 2147483647"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"num_ranks": (2, 2), "exchange": "ulysses"}, "Ulysses on the inner axis already"),
+        ({"block_size": 2**70}, "block_size must be .* got 11805"),
         ({"hardware": "h100"}, "hardware must be a spanwise.Hardware"),
         ({"num_ranks": 3, "exchange": "ulysses", "num_q_heads": 4}, "4 query heads .* 3 ranks"),
         ({"exchange": "ulysses", "keep_kv": False}, "Ulysses alone brings none"),
-        ({"exchange": "ring", "stages": 2}, "chooses its number of chunks itself, got stages=2"),
+        ({"exchange": "ring", "stages": 2}, "chooses its chunks itself, got stages=2"),
         ({"memory_budget": 1}, "needs num_q_heads and head_dim"),
         ({"exchange": "magic"}, "unknown exchange 'magic'"),
         ({"num_q_heads": 6, "num_kv_heads": 4}, "6 query heads are not a multiple of 4"),
