@@ -1,23 +1,17 @@
 """Hosts for benchmarks over a slow network: network namespaces with one or several processes each (Linux, root).
 
-`run` starts a process for each rank and returns what a module's `answer(job)` gives there, in a gloo group of all.
+`run` calls a function in a process for each rank, in a gloo group of all.
 
 Two hosts share one veth pair, more of them a bridge in a namespace of its own. A token bucket (``tc tbf``, tc-tbf(8))
 at both ends of each veth limits what a host sends and what it receives to the same rate. Processes of one host reach
-one another over its loopback, which nothing limits.
-
-The namespaces have no names: each is held by its host's processes (the bridge's by a ``cat``), and the kernel removes
-it, with all interfaces in it, when they end. The processes end with this one (`prctl(PR_SET_PDEATHSIG)`), so that
-nothing is left behind whatever happens, SIGKILL included.
+one another over its loopback, which nothing limits. The namespaces have no names: the kernel removes each, with all
+interfaces in it, when its processes end, and they end with this one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import importlib
-import json
 import os
 import platform
 import shutil
@@ -32,23 +26,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 INTERFACE = "eth0"
+LIMIT = 1800.0  # seconds of a run
 # tbf lets this much through at once after a pause. A packet before segmentation is up to 64 KiB; more than that would
 # make short messages look faster than the link.
 _BURST_KIB = 68
 # How long a packet may wait in the bucket's queue before it is dropped; TCP then slows down.
 _QUEUE_MS = 400
+_CLONE_NEWNET = 0x40000000
 
 
 def check() -> None:
     """End this process with one line if the machine cannot make hosts."""
-    absent = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
-    if absent or sys.platform != "linux":
-        sys.exit(f"needs Linux with {', '.join(absent) or 'network namespaces'} (packages iproute2 and util-linux)")
-    if os.geteuid() != 0:
-        sys.exit("needs root to make network namespaces, veth pairs and tc queues: run it with sudo")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: the hosts are ended, folders removed
+    absent = [tool for tool in ("ip", "tc", "nsenter") if shutil.which(tool) is None]
+    if absent or sys.platform != "linux" or os.geteuid() != 0:
+        sys.exit(f"needs root on Linux, and ip, tc and nsenter; absent: {', '.join(absent) or 'root'}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: the hosts are ended
 
 
 def machine() -> dict[str, Any]:
@@ -59,82 +54,90 @@ def machine() -> dict[str, Any]:
 
 
 def run(
-    module: str, job: dict[str, Any], num_hosts: int, rate: float, *, per_host: int = 1, timeout: float = 1800.0
+    answer: Callable[[dict[str, Any]], Any], job: dict[str, Any], num_hosts: int, rate: float, *, per_host: int = 1
 ) -> list[Any]:
-    """What `answer` of a module returns on every rank, in the order of ranks, host by host.
+    """What `answer` returns on every rank, in the order of ranks, host by host.
 
     Args:
-        job: what `answer` gets, as JSON, with "rank" and "per_host".
+        answer: a function of a module; it gets the job with "rank" and "per_host".
         num_hosts: 2 or more.
         rate: bits/s that each host sends, and receives.
         per_host: processes of a host.
 
     Raises:
-        RuntimeError: a process failed.
+        torch.multiprocessing.ProcessException: a process failed.
         TimeoutError: they did not end in time.
     """
     size = num_hosts * per_host
-    path = os.pathsep.join(filter(None, sys.path))  # so that the hosts import the same spanwise
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": path}
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
-        (folder / "job").write_text(json.dumps(job | {"per_host": per_host}))
-        ranks: list[subprocess.Popen[bytes]] = []
-        for rank in range(size):
-            command = [sys.executable, "-m", "benchmarks.hosts", module, str(folder), str(rank), str(size)]
-            beside = ranks[rank - rank % per_host].pid if rank % per_host else None
-            log = stack.enter_context((folder / f"log-{rank}").open("wb"))
-            ranks.append(_start(stack, command, environment, log, beside))
-        _wire(stack, [rank.pid for rank in ranks[::per_host]], environment, rate)
-        for rank in ranks:
-            assert rank.stdin is not None
-            rank.stdin.close()
-        deadline = time.monotonic() + timeout
-        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the hosts did not end within {timeout:.0f} s")
-            time.sleep(0.02)
-        if any(rank.returncode for rank in ranks):
-            time.sleep(1.0)  # the first to fail is not always the first to end
-            logs = [(folder / f"log-{rank}").read_text()[-4000:] for rank in range(size)]
-            codes = [rank.poll() for rank in ranks]
-            raise RuntimeError(
-                "\n".join(f"rank ended with {code}:\n{log}" for code, log in zip(codes, logs, strict=True))
-            )
-        return [torch.load(folder / f"answer-{rank}", weights_only=True) for rank in range(size)]
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+        arguments = answer, job | {"per_host": per_host}, size, folder
+        # One process more holds the namespace of the bridge.
+        hosts = mp.start_processes(_rank, arguments, size + 1, join=False, daemon=True, start_method="spawn")
+        try:
+            deadline = time.monotonic() + LIMIT
+            while sum(_exists(folder, f"inside-{rank}") for rank in range(size + 1)) <= size:
+                _join(hosts, deadline)
+            pids = hosts.pids()
+            _wire(pids[:size:per_host], pids[size], rate)
+            Path(folder, "wired").touch()
+            while not _join(hosts, deadline):
+                pass
+            return [torch.load(f"{folder}/answer-{rank}", weights_only=True) for rank in range(size)]
+        finally:
+            for process in hosts.processes:
+                process.kill()
+                process.join()
 
 
-def _start(
-    stack: contextlib.ExitStack, command: Sequence[str], environment: dict[str, str], log: Any, beside: int | None
-) -> subprocess.Popen[bytes]:
-    """A process in a network namespace of its own, or in that of the process with the id `beside`."""
-    enter = ["unshare", "--net"] if beside is None else ["nsenter", f"--net=/proc/{beside}/ns/net"]
-    process = subprocess.Popen(
-        [*enter, *command], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG; survives exec
-    )  # fmt: skip
-    stack.callback(_end, process)
-    own, deadline = os.stat("/proc/self/ns/net").st_ino, time.monotonic() + 10
-    while os.stat(f"/proc/{process.pid}/ns/net").st_ino == own:  # both keep their process id
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"{' '.join(enter)} did not give the process a network namespace")
-        time.sleep(0.005)
-    return process
+def _join(hosts: Any, deadline: float) -> bool:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"the hosts did not end within {LIMIT:.0f} s")
+    return hosts.join(timeout=0.1)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _exists(folder: str, name: str) -> bool:
+    return Path(folder, name).exists()
 
 
-def _wire(stack: contextlib.ExitStack, pids: Sequence[int], environment: dict[str, str], rate: float) -> None:
+def _rank(rank: int, answer: Callable[[dict[str, Any]], Any], job: dict[str, Any], size: int, folder: str) -> None:
+    """A rank in its host's namespace, and its answer to the job; the last process waits for the others."""
+    libc, first = ctypes.CDLL(None), rank - rank % job["per_host"]
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
+    if rank == first:
+        refused = libc.unshare(_CLONE_NEWNET)
+    else:
+        _wait(folder, f"inside-{first}")
+        pid = Path(folder, f"inside-{first}").read_text()
+        with open(f"/proc/{pid}/ns/net") as namespace:
+            refused = libc.setns(namespace.fileno(), _CLONE_NEWNET)
+    assert not refused, "no network namespace"
+    half = Path(folder, f"half-{rank}")
+    half.write_text(str(os.getpid()))
+    half.rename(f"{folder}/inside-{rank}")
+    _wait(folder, "wired")
+    if rank < size:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+        store = dist.FileStore(f"{folder}/store", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        torch.save(answer(job | {"rank": rank}), f"{folder}/answer-{rank}")
+        dist.destroy_process_group()
+    else:
+        for other in range(size):
+            _wait(folder, f"answer-{other}")
+
+
+def _wait(folder: str, name: str) -> None:
+    while not _exists(folder, name):
+        time.sleep(0.02)
+
+
+def _wire(pids: Sequence[int], bridge: int, rate: float) -> None:
     """Join the hosts of these processes, and limit what each sends and receives."""
     ends = [(pid, INTERFACE) for pid in pids]
     if len(pids) == 2:
         _in(pids[0], f"ip link add {INTERFACE} type veth peer name {INTERFACE} netns {pids[1]}")
     else:
-        bridge = _start(stack, ["cat"], environment, subprocess.DEVNULL, None).pid
         _in(bridge, "ip link add bridge0 type bridge")
         _in(bridge, "ip link set bridge0 up")
         for host, pid in enumerate(pids):
@@ -157,18 +160,6 @@ def _in(pid: int, command: str) -> None:
         raise RuntimeError(f"{command} failed: {done.stderr.strip() or done.returncode}")
 
 
-def main(module: str, folder: str, rank: str, size: str) -> None:
-    """A rank: its answer to the job."""
-    answer = importlib.import_module(module).answer
-    sys.stdin.read()  # until the hosts are joined
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(size)))
-    store = dist.FileStore(f"{folder}/store", int(size))
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
-    found = answer(json.loads(Path(folder, "job").read_text()) | {"rank": int(rank)})
-    torch.save(found, f"{folder}/answer-{rank}")
-    dist.destroy_process_group()
-
-
 def timed(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[tuple[float, float]]]:
     """Begin and end of every call, `repeats` rounds over all of them, from a common start.
 
@@ -176,16 +167,15 @@ def timed(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[t
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     names = list(calls)
-    gc.collect()
     gc.disable()
     for repeat in range(repeats):
-        turn = repeat % max(len(names), 1)
+        gc.collect()
+        turn = repeat % len(names)
         for name in names[turn:] + names[:turn]:
             dist.barrier()
             begin = time.monotonic()
             calls[name]()
             times[name].append((begin, time.monotonic()))
-        gc.collect()
     gc.enable()
     return times
 
@@ -199,7 +189,3 @@ def spans(answers: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
         ]
         for name in answers[0]["times"]
     }
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

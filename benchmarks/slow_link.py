@@ -1,8 +1,8 @@
-"""Attention over a slow link: needed exchanges against an all-gather, a ring, Ulysses, and other packages.
+"""Attention over a slow link: needed exchanges against an all-gather, a ring and Ulysses; latents against K and V.
 
     sudo python -m benchmarks.slow_link --out benchmarks/results/slow-link-cpu.json
     sudo python -m benchmarks.slow_link --exchanges --seeds 0 --repeats 3 --out …    # ring, Ulysses
-    sudo python -m benchmarks.slow_link --peers SITE                                 # other packages beside it
+    sudo python -m benchmarks.slow_link --latents --rate 50 --out …                  # multi-head latent attention
 
 Hosts are network namespaces (`hosts`) of one process each. On one mask it times, in turns within one run, forward +
 backward of `context_parallel_attention` by each way to bring K/V, and its kernels alone, on all hosts at once, K/V
@@ -11,6 +11,9 @@ and Ulysses, 8 query heads and 2 of K/V; and on two hosts of two processes Ulyss
 ring between them. "reached" is the step of the first way over that of another; "step_ratio" is `plan.predict()` over
 the step, from figures that were calibrated on these hosts on other shapes. Outputs and gradients are compared with
 float64 attention on one device.
+
+With `--latents`, K and V of 8 heads come from 144 numbers a token, on two hosts: expanded before the exchange, or after
+it (``expand=``). All gradients are compared.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
-import resource
 import statistics
 import sys
 from collections.abc import Callable
@@ -34,8 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import spanwise
 from benchmarks.hosts import check, machine, run, spans, timed
 from benchmarks.plan import document_offsets
-from benchmarks.publish import write
-from benchmarks.slow_link_peers import INSTALL, PEERS, Refused
+from benchmarks.publish import publish, write
 from spanwise import Hardware, SpanMask
 from spanwise.attention import ulysses
 from spanwise.attention.attention import merged
@@ -46,11 +46,12 @@ from spanwise.attention.rank_plan import RankPlan, inner_group
 from spanwise.calibrate.measure import measure as calibrate
 
 HEADS, HEAD_DIM = 8, 64
-RESULTS = ("out", "dq", "dk", "dv")
 Results = tuple[torch.Tensor, ...]
-PEER_TIMEOUT = 900.0  # seconds
 # Of the largest entry of each result: float32 sums over thousands of keys, as one device has them too.
 TOLERANCE = 2e-5
+# Dims of keys without and with a rotary part, of values and of latents.
+NOPE, ROPE, V_DIM, LATENT = 64, 16, 64, 128
+LATENT_MASKS = {"causal": SpanMask.causal(4096), "documents": SpanMask.documents([0, 500, 2300, 2900, 4096])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,14 @@ class Scenario:
         heads = HEADS, self.kv_heads, self.kv_heads, HEADS
         return tuple(torch.randn((1, n, self.seq_len, HEAD_DIM), generator=generator) for n in heads)
 
+    @functools.cached_property
+    def reference(self) -> Results:
+        """out, dq, dk, dv of the whole sequence in float64 on one device."""
+        *leaves, grad = (x.double().requires_grad_() for x in self.draw())
+        local = spanwise.make_plan(self.mask(), 1).local(None)
+        out = spanwise.context_parallel_attention(*leaves, local, None, kernel="sdpa")
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -111,7 +120,7 @@ TWO_LEVELS = [
 ]
 
 
-def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware | None) -> spanwise.Plan:
+def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware) -> spanwise.Plan:
     """The plan of one variant; the layout is the same for all of a scenario that do not trade heads for tokens."""
     hosts, inside = scenario.num_hosts, scenario.per_host
     return spanwise.make_plan(
@@ -122,62 +131,27 @@ def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware | None) -
     )  # fmt: skip
 
 
-@functools.cache
-def reference(scenario: Scenario, rows: int = 512) -> Results:
-    """out, dq, dk, dv of the whole sequence in float64 on one device: dense attention of a few rows at a time."""
-    q, k, v, grad = (x.double() for x in scenario.draw())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    mask, outs = scenario.mask(), []
-    start, end = (torch.from_numpy(x[0, 0].copy()) for x in (mask.start, mask.end))
-    for part in torch.arange(scenario.seq_len).split(rows):
-        low, high = int(start[part].min()), int(end[part].max())
-        at = torch.arange(low, high)
-        visible = (at >= start[part, None]) & (at < end[part, None])
-        keys, values = (x[:, :, low:high].repeat_interleave(HEADS // scenario.kv_heads, dim=1) for x in (k, v))
-        scores = (q[:, :, part] @ keys.mT / math.sqrt(HEAD_DIM)).masked_fill(~visible, -math.inf)
-        out = torch.softmax(scores, -1) @ values
-        out.backward(grad[:, :, part])
-        outs.append(out.detach())
-    return torch.cat(outs, dim=2), *(x.grad for x in leaves)
+def rates(job: dict[str, Any]) -> dict[str, Any]:
+    """Figures of these hosts. All have the machine's name, so it is given how many ranks a host has."""
+    heads = {"num_q_heads": HEADS, "num_kv_heads": job["kv_heads"], "head_dim": HEAD_DIM}
+    return calibrate(_mesh(False, 1), **heads, host_size=job["per_host"]).hardware.to_dict()
 
 
-def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Of one rank: its figures of the hosts, or times and results of each variant or of another package."""
-    if "calibrate" in job:  # all hosts have the machine's name, so it is said how many ranks a host has
-        heads = {"num_q_heads": HEADS, "num_kv_heads": job["calibrate"], "head_dim": HEAD_DIM}
-        return calibrate(_mesh(False, 1), **heads, host_size=job["per_host"]).hardware.to_dict()
-    scenario, peer = Scenario(**job["scenario"]), None
-    hardware = Hardware.from_dict(job["hardware"]) if job["hardware"] else None
-    if "peer" in job:
-        sys.path.append(job["site"])
-        # Dense kernels at these lengths may take more memory than there is; an error is better than a killed neighbour.
-        resource.setrlimit(resource.RLIMIT_DATA, (job["memory"], job["memory"]))
-        try:
-            peer = PEERS[job["peer"]](torch.from_numpy(scenario.offsets()), dist.get_world_size(), job["rank"])
-        except Refused as error:
-            return {"refused": str(error)}
+def variants(job: dict[str, Any]) -> dict[str, Any]:
+    """Of one rank: times and results of each variant."""
+    scenario, hardware = Scenario(**job["scenario"]), Hardware.from_dict(job["hardware"])
     whole = scenario.draw()
     calls: dict[str, Callable[[], Any]] = {}
-    found: dict[str, Any] = {"outputs": {}, "threads": torch.get_num_threads()}
     for variant in (Variant(**fields) for fields in job["variants"]):
         plan, mesh = make_plan(scenario, variant, hardware), _mesh(variant.two_level, job["per_host"])
         *qkv, grad = (plan.shard(x, job["rank"], dim=2) for x in whole)
         local = plan.local(mesh, "cpu")
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan = local) -> torch.Tensor:
-            return spanwise.context_parallel_attention(q, k, v, local, kernel="sdpa")
-
-        calls[f"step {variant.name}"] = _step(qkv, grad, attend)
-        if peer is None:
-            calls[f"compute {variant.name}"] = _compute(*qkv, local, mesh)
-    if peer is not None:
-        found["tokens"], theirs = peer
-        *qkv, grad = (x[:, :, found["tokens"]].contiguous() for x in whole)
-        calls["step peer"] = _step(qkv, grad, theirs)
+        attend = functools.partial(spanwise.context_parallel_attention, plan=local, kernel="sdpa")
+        calls[f"step {variant.name}"] = functools.partial(_step, attend, qkv, grad)
+        calls[f"compute {variant.name}"] = _compute(*qkv, local, mesh)
     del whole
-    for name, call in calls.items():  # what is timed has run before
-        found["outputs"][name] = call()
-    return found | {"times": timed(calls, job["repeats"])}
+    outputs = {name: call() for name, call in calls.items()}  # what is timed has run before
+    return {"outputs": outputs, "threads": torch.get_num_threads(), "times": timed(calls, job["repeats"])}
 
 
 def _mesh(two_level: bool, per_host: int) -> DeviceMesh:
@@ -187,15 +161,11 @@ def _mesh(two_level: bool, per_host: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks // per_host, per_host), mesh_dim_names=("cp_outer", "cp_inner"))
 
 
-def _step(qkv: list[torch.Tensor], grad: torch.Tensor, attend: Callable[..., torch.Tensor]) -> Callable[[], Results]:
-    """Forward and backward of an attention call; returns out, dq, dk, dv."""
-
-    def call() -> Results:
-        leaves = [x.detach().requires_grad_() for x in qkv]
-        out = attend(*leaves)
-        return out.detach(), *torch.autograd.grad(out, leaves, grad)
-
-    return call
+def _step(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], grad: torch.Tensor) -> Results:
+    """Forward and backward of an attention call; returns the output and the gradients of its inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
 def _compute(
@@ -218,6 +188,40 @@ def _compute(
     return call
 
 
+def latents(job: dict[str, Any]) -> dict[str, Any]:
+    """Of one rank: times of both ways to bring latents to queries, and the largest difference of their results."""
+    mesh = _mesh(False, 1)
+    plan = latent_plan(job["mask"], None, None)
+    local = plan.local(mesh)
+    torch.manual_seed(0)
+    up = torch.nn.Linear(LATENT, HEADS * (NOPE + V_DIM), bias=False)
+    whole = [torch.randn(1, heads, plan.seq_len, dim) for heads, dim in ((HEADS, NOPE + ROPE), (1, LATENT), (1, ROPE))]
+    own = spanwise.shard(plan, mesh, whole, dim=2)
+    grad = spanwise.shard(plan, mesh, torch.randn(1, HEADS, plan.seq_len, V_DIM), dim=2)
+
+    def expand(latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = up(latents).squeeze(1).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = both.split([NOPE, V_DIM], dim=-1)
+        return torch.cat([k, rotary.expand(-1, HEADS, -1, -1)], dim=-1), v
+
+    def keys(q: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
+        return spanwise.context_parallel_attention(q, *expand(*shared), local)
+
+    after = functools.partial(spanwise.context_parallel_attention, plan=local, expand=expand)
+    calls = {name: functools.partial(_step, way, own, grad) for name, way in (("latents", after), ("keys", keys))}
+    pairs = zip(calls["latents"](), calls["keys"](), strict=True)
+    error = max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+    return {"times": timed(calls, job["repeats"]), "error": error}
+
+
+def latent_plan(mask: str, hardware: Hardware | None, kv_row_dim: int | None) -> spanwise.Plan:
+    return spanwise.make_plan(
+        LATENT_MASKS[mask], 2, balancer="head_tail", exchange="needed", stages=2, hardware=hardware,
+        kv_row_dim=kv_row_dim, dtype=torch.float32, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=NOPE + ROPE,
+        v_head_dim=V_DIM,
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
@@ -225,43 +229,39 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=16_384)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of the document masks")
     parser.add_argument("--exchanges", action="store_true", help="ring, Ulysses and two levels beside needed")
+    parser.add_argument("--latents", action="store_true", help="latents against K and V, on two hosts")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peers", type=Path, metavar="SITE", help=f"folder with other packages, made by: {INSTALL}")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     check()
-    result: dict[str, Any] = {"machine": machine(), "hardware": [], "rows": [], "peers": []}
-    rate = args.rate * 1e6
-    for hosts, inside in [*((n, 1) for n in args.hosts), *([(2, 2)] if args.exchanges else [])]:
-        job = {"calibrate": 2 if args.exchanges else HEADS}
-        hardware = Hardware.from_dict(run("benchmarks.slow_link", job, hosts, rate, per_host=inside)[0])
-        result["hardware"].append(hardware.to_dict())
-        variants = [GATHER, NEEDED, Variant("needed, 4 pieces", "needed", 4)]
+    result: dict[str, Any] = {"machine": machine(), "mbit_per_second": args.rate, "hardware": [], "rows": []}
+    rate, kv_heads = args.rate * 1e6, 2 if args.exchanges else HEADS
+    sizes = [(n, 1) for n in args.hosts] + ([(2, 2)] if args.exchanges else [])
+    for hosts, inside in [(2, 1)] if args.latents else sizes:
+        measured = run(rates, {"kv_heads": kv_heads}, hosts, rate, per_host=inside)[0]
+        hardware = Hardware.from_dict(measured)
+        result["hardware"].append(measured)
+        if args.latents:
+            result["rows"] = [latent_row(mask, hardware, rate, args.repeats) for mask in LATENT_MASKS]
+            continue
+        ways = [GATHER, NEEDED, Variant("needed, 4 pieces", "needed", 4)]
         if args.exchanges:
-            variants = [NEEDED, *([RING, ULYSSES] if inside == 1 else TWO_LEVELS)]
-        for scenario in scenarios(hosts, inside, args):
-            result["rows"].append(scenario_row(scenario, variants, args.repeats, hardware))
+            ways = [NEEDED, *([RING, ULYSSES] if inside == 1 else TWO_LEVELS)]
+        common = {"num_hosts": hosts, "rate": rate, "per_host": inside, "kv_heads": kv_heads}
+        for scenario in scenarios(args, common):
+            result["rows"].append(scenario_row(scenario, ways, args.repeats, hardware))
             write(result, args.out)
-    for hosts in args.hosts if args.peers else ():
-        # The causal mask is the one that every package takes; shorter, for on CPU all of them compute densely.
-        documents = Scenario("documents, seed 0", "documents", args.seq_len // 2, hosts, rate)
-        causal = Scenario("causal", "causal", args.seq_len // 4, hosts, rate, balancer="head_tail")
-        for scenario in (documents, causal):
-            result["peers"] += [peer_row(scenario, peer, args.peers) for peer in PEERS]
-            write(result, args.out)
-    wrong_ones = [row["scenario"]["name"] for row in result["rows"] if not row["correct"]]
-    if wrong_ones:
-        sys.exit(f"wrong results: {wrong_ones}")
+    publish(result, args.out)
+    if wrong := [row for row in result["rows"] if not row["error"] <= TOLERANCE]:
+        sys.exit(f"wrong results: {wrong}")
 
 
-def scenarios(num_hosts: int, per_host: int, args: argparse.Namespace) -> list[Scenario]:
+def scenarios(args: argparse.Namespace, common: dict[str, Any]) -> list[Scenario]:
     """Documents, and masks under which compute takes at least as long as the needed traffic (measured, two cores).
 
     At 200 Mbit/s that is a window of 2,048 keys, where `local` cuts contiguously, and causal attention under head_tail,
     where nearly all K/V are needed.
     """
-    common: dict[str, Any] = {"num_hosts": num_hosts, "rate": args.rate * 1e6, "per_host": per_host}
-    common |= {"kv_heads": 2} if args.exchanges else {}
     found = [Scenario(f"documents, seed {n}", "documents", args.seq_len, seed=n, **common) for n in args.seeds]
     if not args.exchanges:
         found.append(Scenario("window 2048", "window", args.seq_len, window=2047, **common))
@@ -269,86 +269,51 @@ def scenarios(num_hosts: int, per_host: int, args: argparse.Namespace) -> list[S
     return found
 
 
-def measured(
-    scenario: Scenario, variants: list[Variant], repeats: int, hardware: Hardware | None, **more: Any
-) -> list[dict[str, Any]]:
-    """The answers of all ranks."""
-    job = {
-        "scenario": dataclasses.asdict(scenario), "variants": [dataclasses.asdict(variant) for variant in variants],
-        "repeats": repeats, "hardware": hardware.to_dict() if hardware else None, **more,
-    }  # fmt: skip
-    timeout = PEER_TIMEOUT if more else 1800.0
-    hosts = scenario.num_hosts, scenario.rate
-    return run("benchmarks.slow_link", job, *hosts, per_host=scenario.per_host, timeout=timeout)
-
-
-def scenario_row(scenario: Scenario, variants: list[Variant], repeats: int, hardware: Hardware) -> dict[str, Any]:
+def scenario_row(scenario: Scenario, ways: list[Variant], repeats: int, hardware: Hardware) -> dict[str, Any]:
     """All variants of one scenario."""
-    ranks = measured(scenario, variants, repeats, hardware)
-    seconds = spans(ranks)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+    job = {
+        "scenario": dataclasses.asdict(scenario), "variants": [dataclasses.asdict(variant) for variant in ways],
+        "repeats": repeats, "hardware": hardware.to_dict(),
+    }  # fmt: skip
+    ranks = run(variants, job, scenario.num_hosts, scenario.rate, per_host=scenario.per_host)
+    median = {name: statistics.median(seconds) for name, seconds in spans(ranks).items()}
     rows = []
-    for variant in variants:
+    for variant in ways:
         plan, step = make_plan(scenario, variant, hardware), median[f"step {variant.name}"]
-        tokens = [torch.from_numpy(plan.layout.indices(rank)) for rank in range(plan.num_ranks)]
         predicted = plan.predict()
         row = {
             **dataclasses.asdict(variant), "step_seconds": step, "compute_seconds": median[f"compute {variant.name}"],
-            "reached": median[f"step {variants[0].name}"] / step,
-            "relative_error": errors(tokens, [rank["outputs"][f"step {variant.name}"] for rank in ranks], scenario),
+            "reached": median[f"step {ways[0].name}"] / step,
+            "relative_error": errors(plan, [rank["outputs"][f"step {variant.name}"] for rank in ranks], scenario),
             "predicted": {**predicted, "step_ratio": predicted["total"] / step},
         }  # fmt: skip
         rows.append(row)
-        print(
-            f"{scenario.name}, {scenario.num_hosts} hosts of {scenario.per_host}, {variant.name}: step {step:.3f} s, "
-            f"compute {row['compute_seconds']:.3f} s, {row['reached']:.2f} times as fast, "
-            f"predicted / measured {row['predicted']['step_ratio']:.2f}",
-            flush=True,
-        )
     return {
         "scenario": dataclasses.asdict(scenario), "threads": ranks[0]["threads"],
-        "documents": len(scenario.offsets()) - 1, "variants": rows, "seconds": seconds,
-        "correct": not any(wrong(row["relative_error"]) for row in rows),
+        "documents": len(scenario.offsets()) - 1, "variants": rows,
+        "error": max(error for row in rows for error in row["relative_error"].values()),
     }  # fmt: skip
 
 
-def peer_row(scenario: Scenario, peer: str, site: Path) -> dict[str, Any]:
-    """What another package's call takes, beside ours in the same run, on hosts of its own."""
-    row: dict[str, Any] = {"scenario": dataclasses.asdict(scenario), "peer": peer}
-    with open("/proc/meminfo") as file:
-        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    about = {"peer": peer, "site": str(site.resolve()), "memory": int(0.85 * free) // scenario.num_hosts}
-    try:
-        ranks = measured(scenario, [NEEDED], 3, None, **about)
-    except (RuntimeError, TimeoutError) as error:
-        row["failed"] = str(error)
-    else:
-        if "refused" in ranks[0]:
-            row["refused"] = ranks[0]["refused"]
-        else:
-            seconds = spans(ranks)
-            found = [rank["outputs"]["step peer"] for rank in ranks]
-            error = errors([rank["tokens"] for rank in ranks], found, scenario)
-            ratio = statistics.median(seconds["step peer"]) / statistics.median(seconds["step needed"])
-            row |= {"ratio": ratio, "relative_error": error, "wrong": wrong(error), "seconds": seconds}
-    shown = {key: str(row[key])[-200:] for key in ("ratio", "wrong", "refused", "failed") if key in row}
-    print(f"{peer}, {scenario.name}, {scenario.num_hosts} hosts: {shown}", flush=True)
-    return row
-
-
-def errors(tokens: list[torch.Tensor], shards: list[Results], scenario: Scenario) -> dict[str, float]:
-    """Largest difference of each result over its largest entry; `tokens` are the positions of each rank's rows."""
-    expected, found = reference(dataclasses.replace(scenario, num_hosts=1, per_host=1)), {}
-    for i, name in enumerate(RESULTS):
-        pairs = zip(tokens, shards, strict=True)
-        differences = [float((shard[i].double() - expected[i][:, :, at]).abs().max()) for at, shard in pairs]
-        found[name] = max(differences) / float(expected[i].abs().max())
+def errors(plan: spanwise.Plan, shards: list[Results], scenario: Scenario) -> dict[str, float]:
+    """Largest difference of each result over its largest entry."""
+    found = {}
+    for name, whole, *results in zip(("out", "dq", "dk", "dv"), scenario.reference, *shards, strict=True):
+        pairs = [(x.double(), plan.shard(whole, rank, dim=2)) for rank, x in enumerate(results)]
+        found[name] = float(torch.stack([(x - exact).abs().max() for x, exact in pairs]).max() / whole.abs().max())
     return found
 
 
-def wrong(error: dict[str, float]) -> list[str]:
-    """Names of the results that are off; NaN is."""
-    return [name for name, value in error.items() if not value <= TOLERANCE]
+def latent_row(mask: str, hardware: Hardware, rate: float, repeats: int) -> dict[str, Any]:
+    found = run(latents, {"mask": mask, "repeats": repeats}, 2, rate)
+    row: dict[str, Any] = {"mask": mask, "error": max(rank["error"] for rank in found)}
+    for name, dim in (("latents", LATENT + ROPE), ("keys", None)):
+        plan = latent_plan(mask, hardware, dim)
+        row[f"seconds_{name}"] = statistics.median(spans(found)[name])
+        row[f"predicted_{name}"] = plan.predict()["total"]
+        row[f"megabytes_{name}"] = float(plan.recv_bytes().max()) / 1e6
+    row["ratio"] = row["seconds_keys"] / row["seconds_latents"]
+    return row | {"predicted_ratio": row["predicted_keys"] / row["predicted_latents"]}
 
 
 if __name__ == "__main__":

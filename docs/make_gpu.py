@@ -120,7 +120,7 @@ def _cell(value: Any) -> str:
     return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")[:200]
 
 
-_SHOWN: dict[str, Callable[[list[Row]], str]] = {"parity": _parity, "tests": _tests}
+_SHOWN: dict[str, Callable[[list[Row]], str]] = {"nccl": _parity, "parity": _parity, "tests": _tests}
 
 
 def load() -> Row | None:

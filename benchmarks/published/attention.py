@@ -125,12 +125,15 @@ def _pack_seconds(problem: Problem, pack: tuple[int, ...], method: Method, backw
     held = float(documents.sum()) / method.ring  # of a group, with padding
     heads = -(-problem.heads // method.ulysses)  # heads are padded to a multiple
     trade = _trade_seconds(problem, method, held / method.ulysses, heads, backward)
-    copies = _call_seconds(problem, method, held, heads, backward)
+    copies = _copy(problem, held * heads) * _PADDED_CALL[backward] if method.padded else 0.0
     if method.style in ("gather", "llama3"):
         return trade + _gathered(problem, pack, documents, method, heads, copies, backward)
     first, each, calls = _ring_steps(problem, documents, method, heads, backward)
     kv = 2 * held * max(1, problem.kv_heads / method.ulysses) * problem.dim * problem.itemsize
-    hop = _hop_seconds(problem, method, kv * (2 if backward else 1)) if method.ring > 1 else 0.0
+    hop = 0.0
+    if method.ring > 1:  # rings of Ulysses groups run side by side
+        traffic = np.roll(np.eye(method.ring), 1, axis=1) * kv * (2 if backward else 1)
+        hop = problem.machine.hardware.all_to_all_seconds(np.kron(traffic, np.eye(method.ulysses)))
     merge = _MERGE if method.fused else _MERGE_UNFUSED
     merge = (_MERGE_PADDED[backward] if method.padded else merge) * _copy(problem, tokens * problem.heads)
     step = each + (copies + merge) * calls
@@ -157,19 +160,9 @@ def _ring_steps(
     return own, (call(chunk, half, chunk * half, edge=False) + call(half, chunk, half * chunk, edge=False)) / 2, 0.75
 
 
-def _call_seconds(problem: Problem, method: Method, tokens: float, heads: int, backward: bool) -> float:
-    return _copy(problem, tokens * heads) * _PADDED_CALL[backward] if method.padded else 0.0
-
-
 def _copy(problem: Problem, rows: float) -> float:
     """Seconds to copy rows of one head each."""
     return problem.machine.hardware.copy_seconds(rows * problem.dim * problem.itemsize)
-
-
-def _hop_seconds(problem: Problem, method: Method, num_bytes: float) -> float:
-    """Seconds in which every rank of a ring passes on so many bytes; rings of Ulysses groups run side by side."""
-    traffic = np.roll(np.eye(method.ring), 1, axis=1) * num_bytes
-    return problem.machine.hardware.all_to_all_seconds(np.kron(traffic, np.eye(method.ulysses)))
 
 
 def _trade_seconds(problem: Problem, method: Method, tokens: float, heads: int, backward: bool) -> float:

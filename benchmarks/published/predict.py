@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks.published import attention
-from benchmarks.published.settings import H100, Kernel, Machine, Row, Setting, machine_of, packs
+from benchmarks.published.settings import Kernel, Machine, Row, Setting, machine_of, packs
 from spanwise.advice.model import CONTENTION, PASSES, PASSES_COMPILED, Model, Step, apart
 
 # Layers of FLUX.1 (its published configuration): 19 blocks of two streams, 38 of one, each with 12 · dim² weights.
@@ -61,8 +61,8 @@ def pairs(row: Row, factor: float = 1.0, fixed: float = 0.0) -> list[Pair]:
     hardware = str(setting.get("hardware", ""))
     if "Ascend" in hardware or "GB300" in hardware:
         raise ValueError(f"no rates are known for {hardware}")
-    machine = (machine_of(hardware) or H100).scaled(factor)
-    kernel = machine.kernel(_kernel_name(row, machine))
+    machine = machine_of(hardware).scaled(factor)
+    kernel = _kernel(row, machine)
     models: dict[str, Callable[..., list[Pair]]] = {
         "attention": _attention, "e2e-train": _step, "overlap-train": _step, "prefill": _prefill,
         "collective": _collective, "overlap-micro": _micro, "diffusion": _diffusion,
@@ -79,9 +79,8 @@ def pairs(row: Row, factor: float = 1.0, fixed: float = 0.0) -> list[Pair]:
     ]
 
 
-def _kernel_name(row: Row, machine: Machine) -> str:
+def _kernel(row: Row, machine: Machine) -> Kernel:
     words = f"{row.setting.get('method', '')} {row.setting.get('kernel', '')}".lower()
-    names = {kernel.name for kernel in machine.kernels}
     wanted = "cudnn"
     if "magi" in words.split("(")[0].split("_")[0]:
         wanted = "magi"
@@ -89,15 +88,7 @@ def _kernel_name(row: Row, machine: Machine) -> str:
         wanted = "flash 3"
     elif re.search("fa2|flash-attn 2|flash_attn", words) or re.search(f"torchtitan|{_BEFORE_HOPPER}", row.source):
         wanted = "flash 2"
-    return wanted if wanted in names else machine.kernels[0].name
-
-
-def _passes(words: str, setting: Setting) -> tuple[bool, ...]:
-    """Directions (True: backward) that a measurement covers."""
-    work = str(setting.get("workload", ""))
-    if words.startswith("bwd") or work == "bwd":
-        return (True,)
-    return (False,) if words.startswith("fwd") or work in ("fwd", "attention fwd") else (False, True)
+    return next((kernel for kernel in machine.kernels if kernel.name == wanted), machine.kernels[0])
 
 
 def _attention(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
@@ -114,15 +105,17 @@ def _attention(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
             continue
         words = setting.get("method") or name.removesuffix("_ms").replace("_", " ").replace("padded heads", "")
         method = attention.method_of(words, cp)
-        directions = _passes(name, setting)
+        work, directions = str(setting.get("workload", "")), [False, True]  # True: backward
+        if name.startswith("bwd") or work == "bwd":
+            directions = [True]
+        elif name.startswith("fwd") or work in ("fwd", "attention fwd"):
+            directions = [False]
         predicted = sum(attention.seconds(problem, method, backward=one) for one in directions)
         if "tflops" in name:
             flops = sum(problem.flops * (2.5 if one else 1.0) for one in directions) / cp
             found.append(Pair(name, flops / (value * 1e12), predicted))
-        elif name.endswith("ms"):
-            found.append(Pair(name, value / 1e3, predicted))
-        elif name.endswith("_s"):
-            found.append(Pair(name, value, predicted))
+        elif name.endswith(("ms", "_s")):
+            found.append(Pair(name, value / 1e3 if name.endswith("ms") else value, predicted))
     return found
 
 
@@ -130,8 +123,15 @@ def _step(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
     found = []
     for name, value in row.measured.items():
         change = {"async_tp": True} if name.startswith("async_tp") else {}
-        run = run_of(row.setting | change, machine)
-        measured = units(run, name, value) if value else None
+        run, measured = run_of(row.setting | change, machine), None
+        if not value or re.search("gib|gb|mfu|percent|mb$|speedup|without_cp", name):
+            continue  # not its time
+        if "tokens_per_s" in name:
+            measured = run.tokens / value
+        elif "tflops" in name:
+            measured = run.tokens * run.model_flops / (value * 1e12)
+        elif name in ("step_s", "iteration_s", "step_ms", "ms"):
+            measured = value / 1e3 if name.endswith("ms") else value
         if measured is not None:
             found.append(Pair(name, measured, run.seconds(machine, kernel)))
     return found
@@ -144,7 +144,7 @@ def memory(rows: list[Row]) -> list[float]:
         words = f"{row.setting.get('checkpointing', '')} {row.setting.get('hardware', '')}"
         sizes = [value * 2.0**30 for name, value in row.measured.items() if name == "memory_gib" and value]
         try:
-            run = run_of(row.setting, machine_of(words) or H100)
+            run = run_of(row.setting, machine_of(words))
         except NOT_EXPRESSED:
             continue
         found += [size / run.memory for size in sizes if "offload" not in words]
@@ -152,12 +152,29 @@ def memory(rows: list[Row]) -> list[float]:
 
 
 def _prefill(row: Row, machine: Machine, kernel: Kernel) -> list[Pair]:
-    found = []
+    """A forward over new tokens after cached ones; a ring of hosts passes K/V or queries."""
+    setting, hardware, found = row.setting, machine.hardware, []
+    new, cached = setting.get("new") or setting["seq_len"], setting.get("cached") or 0
+    tp, cp, heads, kv_heads = setting["tp_in_node"], setting["cp"], setting["heads"], setting["kv_heads"]
+    layers, dim, head_dim = setting["layers"], setting["dim"], setting["head_dim"]
+    per_layer = dim * head_dim * 2 * (heads + kv_heads) + 3.0 * dim * setting["ffn"]
+    flops, tokens = 2.0 * per_layer / tp * new / cp, new / cp
+    weights = per_layer / tp  # bytes in float8, read once
+    products = max(flops / (hardware.matmul_flops * machine.float8), weights / hardware.memory_bandwidth)
+    pairs = new * cached + new * (new + 1) / 2
+    attend = 4.0 * pairs / cp * heads / tp * head_dim / kernel.forward
+    all_reduce = 2 * 2 * hardware.all_gather_seconds(tokens / tp * dim * 2, tp)
+    far = hardware.links[-1]
+    keys = (new + cached) / cp * 2 * kv_heads / tp * head_dim * 2
+    rows = tokens * heads / tp * head_dim * 2
     for name, value in row.measured.items():
-        moved = "q" if "pass_q" in name or "pass-q" in str(row.setting.get("exchange", "")).lower() else "kv"
         if name.endswith("_ms") or name == "ttft_s":
-            seconds = value / 1e3 if name.endswith("_ms") else value
-            found.append(Pair(name, seconds, prefill_seconds(row.setting, machine, kernel, moved)))
+            queries = "pass_q" in name or "pass-q" in str(setting.get("exchange", "")).lower()
+            hop = far.latency + (rows if queries else keys) / far.bandwidth
+            back = far.latency + rows / far.bandwidth if queries else 0.0  # an all-to-all of partial outputs
+            ring = attend / cp + (cp - 1) * max(attend / cp, hop) + back
+            measured = value / 1e3 if name.endswith("_ms") else value
+            found.append(Pair(name, measured, layers * (products + all_reduce + ring)))
     return found
 
 
@@ -281,38 +298,3 @@ def run_of(setting: Setting, machine: Machine) -> Run:
     batch, batches = (1.0, int(local)) if pp > 1 else (float(local), 1)
     interleaved = 1 if get("schedule") == "1F1B" else _INTERLEAVED
     return Run(step, setting["seq_len"], cp, batch, batches, interleaved, how or "zigzag")
-
-
-def prefill_seconds(setting: Setting, machine: Machine, kernel: Kernel, moved: str) -> float:
-    """Of a forward over new tokens after cached ones; a ring of hosts passes K/V ("kv") or queries ("q")."""
-    new, cached = setting.get("new") or setting["seq_len"], setting.get("cached") or 0
-    tp, cp, heads, kv_heads = setting["tp_in_node"], setting["cp"], setting["heads"], setting["kv_heads"]
-    layers, dim, head_dim = setting["layers"], setting["dim"], setting["head_dim"]
-    hardware = machine.hardware
-    per_layer = dim * head_dim * 2 * (heads + kv_heads) + 3.0 * dim * setting["ffn"]
-    flops, tokens = 2.0 * per_layer / tp * new / cp, new / cp
-    weights = per_layer / tp  # bytes in float8, read once
-    products = max(flops / (hardware.matmul_flops * machine.float8), weights / hardware.memory_bandwidth)
-    pairs = new * cached + new * (new + 1) / 2
-    attend = 4.0 * pairs / cp * heads / tp * head_dim / kernel.forward
-    all_reduce = 2 * 2 * hardware.all_gather_seconds(tokens / tp * dim * 2, tp)
-    far = hardware.links[-1]
-    keys = (new + cached) / cp * 2 * kv_heads / tp * head_dim * 2
-    rows = tokens * heads / tp * head_dim * 2
-    hop = far.latency + (keys if moved == "kv" else rows) / far.bandwidth
-    back = 0.0 if moved == "kv" else far.latency + rows / far.bandwidth  # an all-to-all of partial outputs
-    ring = attend / cp + (cp - 1) * max(attend / cp, hop) + back
-    return layers * (products + all_reduce + ring)
-
-
-def units(run: Run, name: str, value: float) -> float | None:
-    """A measurement of a step as seconds; None for what is not its time."""
-    if re.search("gib|gb|mfu|percent|mb$|speedup|without_cp", name):
-        return None
-    if "tokens_per_s" in name:
-        return run.tokens / value
-    if "tflops" in name:
-        return run.tokens * run.model_flops / (value * 1e12)
-    if name in ("step_s", "iteration_s"):
-        return value
-    return value / 1e3 if name in ("step_ms", "ms") else None

@@ -1,4 +1,4 @@
-"""The campaign of `make gpu`: a step cannot take another with it, and all of it runs on a CPU."""
+"""The campaign of `make gpu`: a row cannot take another with it, and all of it runs on a CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command, parity
-from benchmarks.gpu.device import Context, call_of_a_rank, read_rows
-from benchmarks.gpu.parity import Here, NotPossible, World
+from benchmarks.gpu import __main__ as command, steps
+from benchmarks.gpu.replay import call_of_a_rank
+from benchmarks.gpu.runner import Here, NotPossible, Row, Step
 from benchmarks.gpu.steps import EXCHANGES, STEPS
 from spanwise import SpanMask
 from tests.limits import HANG
@@ -25,8 +25,10 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import make_gpu  # noqa: E402
 
+DOES = ["is fine", "raises", "hangs", "is fine", "ends", "cannot", "is fine"]
 
-def cell(row: dict[str, Any], here: Here) -> dict[str, Any]:
+
+def fill(here: Here, found: Row, row: Row) -> None:
     if row["does"] == "raises" and here.rank == 1:
         raise ValueError("planted")
     if row["does"] == "hangs" and here.rank == 1:
@@ -35,18 +37,17 @@ def cell(row: dict[str, Any], here: Here) -> dict[str, Any]:
         os._exit(9)
     if row["does"] == "cannot":
         raise NotPossible("no such thing")
-    return {"error of a rank": 0.5 * here.rank}
+    found["error of a rank"] = 0.5 * here.rank
 
 
 @pytest.mark.slow
-def test_a_world_goes_on_after_bad_cells(tmp_path: Path) -> None:
-    does, rows = ["is fine", "raises", "hangs", "is fine", "ends", "cannot", "is fine"], tmp_path / "rows"
-    world = World(2, "gloo", "cpu", cell, cell_seconds=60.0)
-    world.run([{"does": one} for one in does], Context(True, rows, HANG), time.monotonic() + HANG)
-    found = read_rows(rows)
-    assert [row["does"] for row in found] == does
+def test_a_step_goes_on_after_bad_rows() -> None:
+    step = Step(lambda dry: [{"does": one} for one in DOES], fill, HANG, size=2, backend="gloo")
+    seen: list[int] = []
+    found = step.run(True, HANG, lambda rows: seen.append(len(rows)))
+    assert [row["does"] for row in found] == DOES and seen == sorted(seen) and len(set(seen)) > 2
     status = {"is fine": "ok", "cannot": "not possible"}
-    assert [row["status"] for row in found] == [status.get(one, "failed") for one in does]
+    assert [row["status"] for row in found] == [status.get(one, "failed") for one in DOES]
     assert found[0]["error of a rank"] == 0.5  # the largest of all ranks
     assert "planted" in found[1]["error"] and "9" in found[4]["error"] and "no such thing" in found[5]["error"]
 
@@ -56,14 +57,19 @@ def _run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((tmp_path / "gpu.json").read_text())
 
 
+def _raises(here: Here, found: Row, row: Row) -> None:
+    raise KeyError("absent")
+
+
 @pytest.mark.slow
 def test_a_step_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    steps = {"absent": STEPS["environment"], "environment": STEPS["environment"]}
-    monkeypatch.setattr(command, "STEPS", steps)
+    monkeypatch.setattr(
+        command, "STEPS", {"bad": STEPS["environment"]._replace(fill=_raises), "environment": STEPS["environment"]}
+    )
     code, found = _run(tmp_path)
     assert code == 1
-    assert [(step["status"], len(step["rows"])) for step in found["steps"]] == [("failed", 0), ("ok", 1)]
-    assert "KeyError: 'absent'" in found["steps"][0]["error"]
+    assert [(step["status"], len(step["rows"])) for step in found["steps"]] == [("failed", 1), ("ok", 1)]
+    assert "KeyError: 'absent'" in found["steps"][0]["rows"][0]["error"]
     assert {step["status"] for step in _run(tmp_path, "--seconds", "1")[1]["steps"]} == {"skipped"}
 
 
@@ -98,11 +104,17 @@ def test_a_replayed_rank_receives_what_its_plan_says(exchange: str) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["needed, 2 chunks", "needed, refetched", "all_gather", "ring", "ulysses"])
-def test_cells_of_parity(exchange: str) -> None:
-    """A cell of the step for each exchange, on threads; the dry run of all steps has all cells, on processes."""
+def test_rows_of_parity(exchange: str) -> None:
+    """A row of the step for each exchange, on threads; the dry run of all steps has all rows, on processes."""
     row = {"what": "attention", "mask": "documents", "exchange": exchange, "kernel": "sdpa", "dtype": "float32"}
-    for result in run_ranks(2, lambda rank, mesh: parity.cell(row, Here(rank, torch.device("cpu"), mesh, None))):
-        _check_attention(result)
+
+    def of_rank(rank: int, mesh: Any) -> Row:
+        found: Row = {}
+        steps.parity(Here(True, rank, mesh, None, print, {}), found, row)
+        return found
+
+    for found in run_ranks(2, of_rank):
+        _check_attention(found)
 
 
 @pytest.mark.slow
@@ -110,7 +122,7 @@ def test_dry_run_of_all_steps(tmp_path: Path) -> None:
     found = _dry(tmp_path, list(STEPS))
     assert all(step["rows"] for step in found.values())
     assert {row["status"] for row in found["tests"]["rows"]} <= {"skipped", "ok"}
-    assert {row["status"] for row in found["parity"]["rows"]} == {"ok"}
-    for row in found["parity"]["rows"]:
-        if row["what"] == "attention":
+    for name in ("nccl", "parity"):
+        assert {row["status"] for row in found[name]["rows"]} == {"ok"}
+        for row in found[name]["rows"]:
             _check_attention(row)

@@ -39,7 +39,8 @@ def test_one_number_is_fitted_on_the_smallest_row_and_never_on_packed_masks(tmp_
 
 
 def problem(packs: tuple[tuple[int, ...], ...], *, causal: bool = True) -> attention.Problem:
-    return attention.Problem(packs, causal, 64, 8, 128, settings.H100, settings.H100.kernel("flash 3"))
+    machine = settings.machine_of("H100")
+    return attention.Problem(packs, causal, 64, 8, 128, machine, machine.kernels[0])
 
 
 def test_a_ring_of_contiguous_chunks_takes_nearly_twice_as_long_as_zigzag() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks.overlap_offload import prefetched
+from benchmarks.overlap_llama import prefetched
 from spanwise import H100, overlap
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.graph import to_dag

@@ -27,14 +27,16 @@ from spanwise.overlap.fx.decoder import Attention, Axis, CaptureConfig, Decoder,
 
 @dataclasses.dataclass(frozen=True)
 class Graphs:
-    """The two graphs of a step.
+    """The graphs of a step.
 
     Attributes:
+        joint: forward and backward, as traced on the CPU.
         forward: from parameters and inputs to outputs and saved tensors.
         backward: from saved tensors and the outputs' gradients to the gradients.
         axes: process groups by "dp" (dp and cp together), "cp" and "tp".
     """
 
+    joint: torch.fx.GraphModule
     forward: torch.fx.GraphModule
     backward: torch.fx.GraphModule
     axes: Mapping[str, Axis]
@@ -56,9 +58,7 @@ def fake_world(config: CaptureConfig) -> Iterator[dict[str, Axis]]:
         }
         axes = {}
         for axis, members in ranks.items():
-            name = ""
-            if len(members) > 1:
-                name = _torch.group_name(dist.new_group(list(members), group_desc=axis))
+            name = _torch.group_name(dist.new_group(list(members), group_desc=axis)) if len(members) > 1 else ""
             axes[axis] = Axis(name, tuple(members), members.index(config.rank))
         yield axes
     finally:
@@ -114,7 +114,7 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
             relabel(module, torch.device(config.device, 0))
         module.graph.lint()
         module.recompile()
-    return Graphs(forward, backward, axes)
+    return Graphs(joint, forward, backward, axes)
 
 
 def recompute_gathers(joint: torch.fx.GraphModule, group: str) -> None:

@@ -1,4 +1,4 @@
-"""What the steps share: rows of figures, times on a device, masks, and the attention call of one rank of many.
+"""The attention call of one rank of many, replayed on one device, and times on a device.
 
     with call_of_a_rank(mask, 8, "flex", torch.device("cuda", 0), torch.bfloat16) as call: ...
 
@@ -11,11 +11,9 @@ not.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,94 +30,34 @@ from spanwise.attention.rank_plan import build
 from spanwise.overlap._torch import fake_store
 
 RANKS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 8, 32, 8, 128, 4096
-Row = dict[str, Any]
 
 
-class Context(NamedTuple):
-    """What a step gets.
-
-    Attributes:
-        dry: on the CPU, at tiny sizes.
-        rows: file of the step's rows.
-        seconds: time that the step has.
-    """
-
-    dry: bool
-    rows: Path
-    seconds: float
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu") if self.dry else torch.device("cuda", 0)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.dry else torch.bfloat16
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        return ("sdpa",) if self.dry else ("varlen", "flex")
-
-    def write(self, **row: Any) -> None:
-        """Append a row; a crash afterwards cannot lose it."""
-        with self.rows.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(row) + "\n")
-
-    @contextlib.contextmanager
-    def attempt(self, **row: Any) -> Iterator[Row]:
-        """Write a row with what the body puts into the dict; an error makes it a failed row, and goes no further."""
-        found: Row = {}
-        try:
-            yield found
-        except Exception as error:
-            text = f"{type(error).__name__}: {str(error).strip()[:400]}"
-            self.write(**row, **found, status="failed", error=text)
-        else:
-            self.write(**row, **found, status="ok")
-
-
-def read_rows(file: Path) -> list[Row]:
-    """The rows of a file; none if there is no file. A line that a killed process left unfinished is left out."""
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
-
-
-def seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, until the device has finished it: by CUDA events, or the host's clock on a CPU."""
-    if device.type == "cpu":
-        return host_seconds(step, device)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    first.record()
-    step()
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last) / 1e3
-
-
-def host_seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Until one call returns, on a device that has nothing else to do."""
-    if device.type == "cuda":
+def seconds(step: Callable[[], Any], device: torch.device, host: bool = False) -> float:
+    """Of one call, until the device has finished it, by CUDA events; until the call returns, by the `host`'s clock."""
+    cuda, begin = device.type == "cuda", time.perf_counter()
+    if cuda:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-    begin = time.perf_counter()
+        first.record()
+        begin = time.perf_counter()
     step()
-    return time.perf_counter() - begin
+    taken = time.perf_counter() - begin
+    if cuda and not host:
+        last.record()
+        torch.cuda.synchronize()
+        taken = first.elapsed_time(last) / 1e3
+    return taken
 
 
 def milliseconds(
-    cases: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int, clock: Callable[..., float] = seconds
+    cases: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int, host: bool = False
 ) -> dict[str, float]:
     """Median of each case, timed in turns after two calls that compile and warm up."""
-    for step in cases.values():
-        for _ in range(2):
-            step()
     times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(repeats):
+    for number in range(2 + repeats):
         for name, step in cases.items():
-            times[name].append(1e3 * clock(step, device))
+            taken = seconds(step, device, host)
+            times[name] += [1e3 * taken] if number >= 2 else []
     return {name: statistics.median(found) for name, found in times.items()}
 
 
