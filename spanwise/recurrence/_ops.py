@@ -1,6 +1,6 @@
 """The operators of a recurrence, which compiled code takes whole: their loops follow the plan's tensors.
 
-Runs are in the order of their `ChunkTable`, and go through `chunkwise` or `tokenwise` by length. All tensors are in
+Runs are in the order of their `ChunkTable`, and go through `chunkwise` by length. All tensors are in
 float32 at least; autocast does not reach inside.
 """
 
@@ -10,7 +10,6 @@ float32 at least; autocast does not reach inside.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,7 @@ import torch
 from torch.library import CustomOpDef
 
 from spanwise import _torch
-from spanwise.recurrence import chunkwise, tokenwise
-from spanwise.recurrence.slabs import Inputs, slabs
+from spanwise.recurrence.chunkwise import Inputs, put, slabs, step, taken
 
 Tensor = torch.Tensor
 
@@ -43,17 +41,16 @@ def run(
     """Outputs ``[T, H, V]`` of runs, 0 elsewhere, and the states after them. Differentiable.
 
     Args:
-        q, k, v, log_decay, beta: those of `slabs.Inputs`.
+        q, k, v, log_decay, beta: those of `Inputs`.
         state: ``[P, H, K, V]``, before the runs.
         tokens, order, counts: of a `ChunkTable`.
         scale: of the outputs.
     """
-    given = Inputs(q, k, v, log_decay, beta)
-    form, out, state = _form(given), _one_more(v), state.index_select(0, order)
-    for first, stop, group in slabs(tokens, counts, given.heads, form.largest(given)):
+    given, out, state = Inputs(q, k, v, log_decay, beta), _one_more(v), state.index_select(0, order)
+    for first, stop, group in slabs(tokens, counts, given.heads, given.largest):
         for slab in group:
-            of = form.terms(slab, given)
-            form.put(out, slab.tokens, form.outputs(of, form.scan(slab, of, state[first:stop])).mul_(scale))
+            found, state[first:stop] = step(given.of(slab), slab.sizes, state[first:stop])
+            put(out, slab.tokens, found.mul_(scale))
     return out[:-1].clone(), _restored(state, order)
 
 
@@ -71,20 +68,22 @@ def vjp(
 
     The states before each slab are computed again.
     """
-    given = Inputs(q, k, v, log_decay, beta)
-    form, grads = _form(given), [_one_more(x) for x in given if x is not None]
+    given, grads = Inputs(q, k, v, log_decay, beta), [_one_more(x) for x in (q, k, v, log_decay, beta) if x is not None]
     state, d_state = state.index_select(0, order), d_state.index_select(0, order)
-    for first, stop, group in slabs(tokens, counts, given.heads, form.largest(given)):
-        mine, entries = state[first:stop], []
+    for first, stop, group in slabs(tokens, counts, given.heads, given.largest):
+        entries = [state[first:stop]]
         for slab in group[:-1]:
-            entries.append(mine.clone())
-            form.scan(slab, form.terms(slab, given), mine)
-        for slab, entry in zip(reversed(group), [mine, *reversed(entries)], strict=True):
-            of = form.terms(slab, given)
-            slab_out, states = form.taken(d_out, slab.tokens, given.heads) * scale, form.scan(slab, of, entry)
-            back = form.scan_back(slab, of, slab_out, d_state[first:stop])
-            for grad, found in zip(grads, form.gradients(of, states, slab_out, back), strict=True):
-                form.put(grad, slab.tokens, found)
+            entries.append(step(given.of(slab), slab.sizes, entries[-1], outputs=False)[1])
+        for slab, entry in zip(reversed(group), reversed(entries), strict=True):
+            d_slab = taken(d_out, slab.tokens, given.heads) * scale
+            with _torch.recording():
+                chunks, entry = given.of(slab), entry.detach()
+                leaves = [x.requires_grad_() for x in (*chunks, entry) if x is not None]
+                results = step(chunks, slab.sizes, entry)
+                *found, d_entry = torch.autograd.grad(results, leaves, (d_slab, d_state[first:stop]))
+            d_state[first:stop] = d_entry
+            for grad, x in zip(grads, found, strict=True):
+                put(grad, slab.tokens, x)
     return [*(x[:-1].clone() for x in grads), _restored(d_state, order)]
 
 
@@ -170,11 +169,6 @@ def _set_gradient(operator: CustomOpDef, gradient: CustomOpDef, tensors: int) ->
 
 _set_gradient(run, vjp, 9)
 _set_gradient(compose, compose_vjp, 6)
-
-
-def _form(given: Inputs) -> types.ModuleType:
-    """The form in which a layer is computed: `tokenwise` a linear one whose heads have one value each."""
-    return tokenwise if given.beta is None and given.v.shape[-1] == 1 else chunkwise
 
 
 def _one_more(x: Tensor) -> Tensor:

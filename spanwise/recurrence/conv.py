@@ -13,8 +13,7 @@ from spanwise import _torch
 from spanwise.attention._limits import check_transforms, fix_sizes
 from spanwise.attention.compare import compare_backward, compare_call, eager, tells_refusals
 from spanwise.attention.executor import Link, bring
-from spanwise.recurrence.route import RecurrenceRoute
-from spanwise.recurrence.shards import check_route, from_rows, to_rows
+from spanwise.recurrence.route import RecurrenceRoute, check_route, from_rows, to_rows
 
 _ACTIVATIONS = (None, "silu", "swish")
 

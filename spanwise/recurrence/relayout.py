@@ -153,9 +153,9 @@ def relayout_route(
     goes_to, from_rank = _others(before, after, rank, rows), _others(after, before, rank, rows)
     order = np.empty(len(from_rank), dtype=np.int64)
     order[np.argsort(from_rank, kind="stable")] = np.arange(len(order))
-    sent, received = (np.bincount(x, minlength=from_plan.num_ranks) for x in (goes_to, from_rank))
+    counts = np.bincount(goes_to, minlength=from_plan.num_ranks), np.bincount(from_rank, minlength=from_plan.num_ranks)
     with _torch.plain_tensors() as to_active_mode:
-        step = step_of(np.argsort(goes_to, kind="stable"), sent, received, device, order)
+        step = step_of(np.argsort(goes_to, kind="stable"), counts, device, order)
         tokens_before = _torch.mark_dynamic(torch.empty(before.num_tokens(rank), 0, device=device), 0)
         tokens_after, host_digest = size(after.num_tokens(rank), device), torch.tensor(list(digest), dtype=torch.uint8)
         several = mesh if from_plan.num_ranks > 1 else None

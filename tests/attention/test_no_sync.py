@@ -45,7 +45,7 @@ ON_HOST = {
     "attention/failure.py": {"mesh.mesh.flatten().tolist()"},
     "recurrence/layers.py": {"float(factor)"},
     "recurrence/_ops.py": {"counts.tolist()", "read_counts.tolist()"},
-    "recurrence/slabs.py": {"counts.tolist()"},
+    "recurrence/chunkwise.py": {"counts.tolist()"},
     "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
     "batch/trees.py": {"torch.tensor(list(digest), dtype=torch.uint8)"},
     "batch/loss.py": {

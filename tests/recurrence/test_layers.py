@@ -15,7 +15,7 @@ import spanwise
 from spanwise import _torch, recurrence
 from spanwise.layouts import document_runs
 from spanwise.planning import documents
-from spanwise.recurrence import slabs
+from spanwise.recurrence import chunkwise
 from tests.ranks.harness import run_ranks
 from tests.recurrence import problem as problems
 from tests.recurrence.problem import KINDS, documents_of, plan_of
@@ -68,7 +68,7 @@ def test_any_owners_and_documents(kind: str, data: st.DataObject, ranks: int, se
         for begin, step, value in ((0, 5, -1e4), (3, 11, -torch.inf), (4, 7, 0.0)):
             problem.inputs[3][begin::step] = value
     problem = dataclasses.replace(problem.to(dtype), scale=data.draw(st.sampled_from([0.5, None])))
-    with mock.patch.object(slabs, "_SLAB", data.draw(st.sampled_from([1 << 20, 256]))):  # one slab, or one a chunk
+    with mock.patch.object(chunkwise, "_SLAB", data.draw(st.sampled_from([1 << 20, 256]))):  # one slab, or one a chunk
         results = run_ranks(plan.num_ranks, problems.on_rank, plan, problem)
     problems.check(plan, problem, results, TOLERANCES[dtype])
 
@@ -164,12 +164,10 @@ def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, rank
         runs = [(i, owners[i]) for i in range(start, stop) if i == start or owners[i] != owners[i - 1]]
         for number, (first, owner) in enumerate(runs):
             wanted += [(owner, reader, first) for reader in {other for _, other in runs[number + 1 :]} - {owner}]
-    found = []
-    for rank in range(ranks):
-        maps = document_runs.exchanged(everyone, rank, ranks)
-        readers = np.repeat(np.arange(ranks), maps.send_counts).tolist()
-        found += [(rank, to, int(everyone.start[i])) for to, i in zip(readers, maps.send.tolist(), strict=True)]
-    assert found == sorted(wanted)
+    reader, run = document_runs.maps(everyone, ranks)
+    owner = everyone.rank[run]
+    found = np.stack([owner, reader, everyone.start[run]], axis=1)[owner != reader].tolist()
+    assert sorted(map(tuple, found)) == sorted(wanted)
 
 
 @pytest.mark.parametrize("cuts", [[0, 7, 90], [0, 30, 60, 90]])
