@@ -1,17 +1,17 @@
-"""Reports of optimized graphs: their figures are those of the timelines, their text says them."""
+"""Reports and traces of optimized graphs: their figures are those of the timelines, their text says them."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from pathlib import Path
 
 import pytest
-import torch
 
 from spanwise.hardware import H100
 from spanwise.overlap.bounds import Bounds, lower_bounds
 from spanwise.overlap.costs.roofline import CostModel
-from spanwise.overlap.dag import Kind
+from spanwise.overlap.dag import Dag, Kind, Node, Storage
+from spanwise.overlap.engine import simulate
 from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.explain.report import Result, bound_by, figures, summary
 from spanwise.overlap.fx.capture import CaptureConfig, capture
@@ -22,17 +22,15 @@ from spanwise.units import milliseconds as duration
 CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)
 
 
-@pytest.fixture(scope="module")
-def optimized() -> tuple[Result, dict[str, str]]:
+def optimized(bucket: bool) -> Result:
     graphs = capture(CONFIG)
     ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
-    names = {axis.name: name for name, axis in graphs.axes.items() if axis.name}
-    return optimize(graphs.backward, CostModel(H100, ranks=ranks), bucket=False), names
+    return optimize(graphs.backward, CostModel(H100, ranks=ranks), bucket=bucket)
 
 
-def test_figures_are_those_of_the_timelines(optimized: tuple[Result, dict[str, str]]) -> None:
-    result, names = optimized
-    found = figures(result, names)
+def test_figures_are_those_of_the_timelines() -> None:
+    result = optimized(bucket=False)
+    found, dag = figures(result, {"1": "dp", "2": "tp"}), result.timeline.dag
     for order, timeline in ((found.before, result.before), (found.after, result.timeline)):
         assert (order.makespan, order.exposed) == (timeline.makespan, timeline.exposed_ms)
         assert (order.peak_bytes, order.launches) == (timeline.peak_bytes, len(timeline.dag.starts))
@@ -40,27 +38,18 @@ def test_figures_are_those_of_the_timelines(optimized: tuple[Result, dict[str, s
         assert order.counts == timeline.counts()
     assert found.after.bound == result.bounds.makespan and found.budget == result.budget
     assert found.after.makespan < found.before.makespan
-    assert found.before.name != found.after.name
     assert json.loads(json.dumps(found.as_dict()))["after"]["makespan"] == result.timeline.makespan
 
-
-def test_collectives_as_they_are_issued(optimized: tuple[Result, dict[str, str]]) -> None:
-    result, names = optimized
-    found = figures(result, names).collectives
-    dag = result.timeline.dag
-    order = [i for i in result.timeline.order.tolist() if dag.nodes[i].kind == Kind.START]
-    assert [one.start for one in found] == order
-    assert [one.begin for one in found] == [result.timeline.begin[i] for i in order]
-    assert {one.group for one in found} == {"dp", "tp"}
+    issued = [i for i in result.timeline.order.tolist() if dag.nodes[i].kind == Kind.START]
+    assert [(one.start, one.begin) for one in found.collectives] == [(i, result.timeline.begin[i]) for i in issued]
     why = reasons(result.timeline, budget=result.budget)
-    assert {one.start: one.reason for one in found if one.reason} == why
-    kinds = Counter((one.operator, one.group) for one in found)
-    assert kinds["reduce_scatter_tensor", "dp"] == 9 * CONFIG.layers
+    assert {one.start: one.reason for one in found.collectives if one.reason} == why
     # Gradients are scattered in float32; the largest, of an MLP's matrix, is split over tp only.
-    sizes = [one.num_bytes for one in found if (one.operator, one.group) == ("reduce_scatter_tensor", "dp")]
-    assert max(size for size in sizes if size) == 4 * CONFIG.ffn // CONFIG.tp * CONFIG.dim
+    scattered = [one for one in found.collectives if (one.operator, one.group) == ("reduce_scatter_tensor", "dp")]
+    assert len(scattered) == 9 * CONFIG.layers and {one.group for one in found.collectives} == {"dp", "tp"}
+    assert max(one.num_bytes for one in scattered) == 4 * CONFIG.ffn // CONFIG.tp * CONFIG.dim
     nodes = {node.name: node for node in result.graph_module.graph.nodes}
-    for one in found:
+    for one in found.collectives:
         (operand,) = nodes[one.name].all_input_nodes
         tensors = operand.meta["val"], nodes[one.name].meta["val"]
         assert one.num_bytes == max(t.numel() * t.element_size() for t in tensors)
@@ -73,19 +62,43 @@ def test_bound_by() -> None:
     assert bound_by(Bounds(3.0, 3.0, {"compute": 3.5, "1": 3.0}), {}).startswith("compute, and what must come")
 
 
-def test_merged_collectives_are_one_launch(optimized: tuple[Result, dict[str, str]]) -> None:
+def test_merged_collectives_are_one_launch() -> None:
     """Rows of merged collectives say how many they are, and hold the bytes of all."""
-    graphs = capture(CONFIG)
-    ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
-    result = optimize(graphs.backward, CostModel(H100, ranks=ranks), bucket=True)
-    found, plain = figures(result), figures(optimized[0])
-    assert sum(one.members for one in found.collectives) == len(result.before.dag.starts) == found.before.launches
+    result = optimized(bucket=True)
+    found, plain = figures(result), figures(optimized(bucket=False))
     after, before = found.after, found.before
-    assert after.launches < before.launches
-    assert sum(after.counts.values()) < sum(before.counts.values())  # a bucket is one launch
+    assert sum(one.members for one in found.collectives) == len(result.before.dag.starts) == before.launches
+    assert after.launches < before.launches and sum(after.counts.values()) == after.launches
     bound = f"with these buckets; without buckets the bound is {duration(lower_bounds(result.before.dag).makespan)}"
     assert summary(found)["bound"].endswith(bound)
-    assert duration(before.bound) != duration(after.bound)
-    assert sum(one.num_bytes or 0 for one in found.collectives) == sum(one.num_bytes or 0 for one in plain.collectives)
+    assert sum(one.num_bytes for one in found.collectives) == sum(one.num_bytes for one in plain.collectives)
     assert len(to_dag(result.graph_module, lambda node: 1.0).dag.starts) == found.after.launches
-    assert isinstance(result.graph_module, torch.fx.GraphModule)
+
+
+# An all-gather of 4 ms behind one of 1 ms on the same stream, 3 ms of independent compute, 2 ms that need the second.
+DAG = Dag(
+    (
+        Node("short", Kind.START, 1.0, group="dp"), Node("long", Kind.START, 4.0, group="dp"),
+        Node("view", Kind.COMPUTE), Node("other", Kind.COMPUTE, 3.0),
+        Node("wait short", Kind.WAIT, deps=(0,), start=0), Node("wait long", Kind.WAIT, deps=(1,), start=1),
+        Node("reader", Kind.COMPUTE, 2.0, deps=(5,)),
+    ),
+    (Storage(100, 1, (5, 6)), Storage(10, 3, (), kept=True)),
+)  # fmt: skip
+
+
+def test_what_stands_on_the_tracks_of_a_chrome_trace(tmp_path: Path) -> None:
+    simulate(DAG).save_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(tracks.values()) == ["compute", "group dp"]
+    assert [(tracks[e["tid"]], e["cat"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
+        ("compute", "issue", "short", 0, 0), ("group dp", "collective", "short", 0, 1000),
+        ("compute", "issue", "long", 0, 0), ("group dp", "collective", "long", 1000, 4000),
+        ("compute", "compute", "other", 0, 3000), ("compute", "wait", "wait short", 3000, 0),
+        ("compute", "exposed", "exposed: long", 3000, 2000), ("compute", "compute", "reader", 5000, 2000),
+    ]  # fmt: skip
+    assert [e["args"]["why"] for e in events if e.get("cat") == "exposed"] == [
+        "no independent compute (1 ms), stream is saturated (1 ms)"
+    ]
+    assert [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"] == [(0, 100), (0, 110)]

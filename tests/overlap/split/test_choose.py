@@ -37,15 +37,12 @@ def test_a_llama_forward_beats_the_bound_of_the_whole_graph() -> None:
     assert state(graphs.forward) == before
     split = found.split
     assert split is not None and split.is_cut and split.pieces == 4  # 2 and 8 are longer
-    assert found.timeline.makespan < 0.95 * whole.timeline.makespan
-    assert found.timeline.makespan < whole.bounds.makespan
+    assert found.timeline.makespan < min(0.95 * whole.timeline.makespan, whole.bounds.makespan)
     assert found.bounds.makespan <= found.timeline.makespan * (1 + 1e-9)
     assert found.timeline.peak_bytes <= found.budget == whole.budget
-    assert found.before.makespan == whole.before.makespan
-    assert math.isclose(split.unsplit, whole.timeline.makespan)
+    assert found.before.makespan == whole.before.makespan and math.isclose(split.unsplit, whole.timeline.makespan)
     assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(split.collectives)
-    text = found.report({axis.name: name for name, axis in graphs.axes.items()})
-    assert "of tp and" in text and "shorter than" in text and "M / (M + 256)" in text
+    assert "shorter than" in found.report()
     found.graph_module.graph.lint()
     assert all("val" in node.meta for node in found.graph_module.graph.nodes if node.op.startswith("call_"))
 
@@ -68,20 +65,14 @@ def test_ranks_cut_alike_and_compute_the_same(which: str) -> None:
 
 
 def test_nothing_is_cut_where_that_gains_nothing() -> None:
+    """On links that take no time, and where 14 rows a piece run at 14 / (14 + 256) of the rate."""
     graphs = capture(dataclasses.replace(LLAMA, layers=1, vocab=None))
     fast = dataclasses.replace(H100, links=(Link(1e15, 0.0),))
     cost = CostModel(fast, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
-    result = overlap.optimize(graphs.forward, cost, split=True)
-    assert result.split is not None and not result.split.is_cut
-    assert "split" in result.report() and "nothing: no cut makes it shorter" in result.report()
-    assert [n.name for n in result.graph_module.graph.nodes if "piece" in n.name] == []
-    assert overlap.optimize(graphs.forward, cost).split is None
-
-
-def test_few_rows_are_slower() -> None:
-    """A product of M rows runs at M / (M + 256): with 14 rows a piece nothing is worth it."""
-    graphs = graphs_on(0, SMALL)
-    slower = dataclasses.replace(SLOW, matmul_flops=2e7)
-    cost = CostModel(slower, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
-    result = overlap.optimize(graphs.forward, cost, split=True, effort=1)
-    assert result.split is not None and not result.split.is_cut
+    small, few_rows = graphs_on(0, SMALL), dataclasses.replace(SLOW, matmul_flops=2e7)
+    other = CostModel(few_rows, ranks={axis.name: axis.ranks for axis in small.axes.values()})
+    for gm, price in ((graphs.forward, cost), (small.forward, other)):
+        result = overlap.optimize(gm, price, split=True, effort=1)
+        assert result.split is not None and not result.split.is_cut and "nothing: no cut" in result.report()
+        assert [n.name for n in result.graph_module.graph.nodes if "piece" in n.name] == []
+    assert overlap.optimize(graphs.forward, cost, effort=1).split is None

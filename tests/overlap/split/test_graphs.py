@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -46,8 +46,7 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModul
     return make_fx(function, tracing_mode="fake")(*inputs)
 
 
-def cut(gm: fx.GraphModule, pieces: int, region: Region | None = None) -> fx.GraphModule:
-    region = region or find_regions(gm.graph)[0]
+def cut(gm: fx.GraphModule, pieces: int, region: Region) -> fx.GraphModule:
     graph = _torch.copy_graph(gm.graph)
     rewrite(graph, region.by_name, region.tokens, pieces)
     graph.lint()
@@ -56,21 +55,15 @@ def cut(gm: fx.GraphModule, pieces: int, region: Region | None = None) -> fx.Gra
     return fx.GraphModule(gm, graph)
 
 
-def same_in_pieces(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
-    """Cut every region of the function's graph into 2, 3 and 5 pieces; return the first cut graph."""
-    gm = traced(function, *inputs)
+def check(
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], pieces: int, region: Region, most: float = 1e-12
+) -> fx.GraphModule:
+    """Run both graphs on all ranks; return the cut one."""
     feed = [[x + 0.1 * rank if x.is_floating_point() else x for x in inputs] for rank in range(RANKS)]
-    expected, found = Lockstep([gm] * RANKS, AXIS).run(feed), []
-    for region in find_regions(gm.graph):
-        for pieces in (p for p in (2, 3, 5) if p <= region.tokens):
-            found.append(cut(gm, pieces, region))
-            for late in (False, True):
-                assert error(Lockstep([found[-1]] * RANKS, AXIS, late=late).run(feed), expected) < 1e-12
-    return found[0]
-
-
-def starts(gm: fx.GraphModule) -> list[str]:
-    return [n.name for n in gm.graph.nodes if str(n.target).startswith("_c10d") and n.target != OPS.wait_tensor.default]
+    found, expected = cut(gm, pieces, region), Lockstep([gm] * RANKS, AXIS).run(feed)
+    for late in (False, True):
+        assert error(Lockstep([found] * RANKS, AXIS, late=late).run(feed), expected) < most
+    return found
 
 
 W, V = drawn(DIM, 8, seed=1), drawn(8, DIM, seed=2)
@@ -129,8 +122,7 @@ CASES: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], int]] = [
     (lambda h, v: (scatter(h @ v),), (drawn(2 * TOKENS, 8), V), 2),
     *((of, (drawn(7, batch, DIM), W, V), 3) for of in (sequence_first, flat) for batch in (1, 3)),
     *((of, (drawn(batch, 7, DIM), W, V), 3) for of in (batch_first, mixes_batches) for batch in (1, 3)),
-    (row_parallel, (drawn(TOKENS, DIM), W, V), 2),
-    (row_parallel, (drawn(2, TOKENS, DIM), W, V), 2),
+    *((row_parallel, (drawn(*shape, DIM), W, V), 2) for shape in ((TOKENS,), (2, TOKENS))),
     (heads, (drawn(7, DIM), drawn(DIM, 2, 3), drawn(2, 3, DIM, seed=3)), 4),
     (experts, (drawn(TOKENS, DIM), drawn(3, DIM, 4), drawn(3, 4, DIM, seed=3)), 4),
     (attention, (drawn(TOKENS, DIM), W, torch.ones(2 * TOKENS, 2 * TOKENS, dtype=torch.float64).tril()), 3),
@@ -140,8 +132,14 @@ CASES: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], int]] = [
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_pieces_compute_the_same(case: int) -> None:
+    """Every region of the function's graph in 2, 3 and 5 pieces."""
     function, inputs, least = CASES[case]
-    assert len(starts(same_in_pieces(function, *inputs))) >= least
+    gm, counts = traced(function, *inputs), []
+    for region in find_regions(gm.graph):
+        for pieces in (p for p in (2, 3, 5) if p <= region.tokens):
+            found = check(gm, inputs, pieces, region)
+            counts.append(len([n for n in found.graph.nodes if n.target in COLLECTIVES]))
+    assert counts[0] >= least
 
 
 def stopped(function: Callable[..., Any], *inputs: torch.Tensor) -> None:
@@ -161,31 +159,24 @@ def test_gathers_of_parameters_are_not_cut() -> None:
 
 def test_what_is_written_is_not_cut() -> None:
     def in_place(x: torch.Tensor, w: torch.Tensor) -> Any:
-        h = gather(x)
-        h.mul_(2.0)
-        return (h @ w,)
-
-    stopped(in_place, drawn(TOKENS, DIM), W)
+        return (gather(x).mul_(2.0) @ w,)
 
     def alias(x: torch.Tensor, w: torch.Tensor) -> Any:
         h = gather(x) @ w
         h.view(-1)[0].zero_()
         return (h.sin(),)
 
-    gm = traced(alias, drawn(TOKENS, DIM), W)
-    names = {n.name for region in find_regions(gm.graph) for n in region.cuts}
+    stopped(in_place, drawn(TOKENS, DIM), W)
+    names = {n.name for region in find_regions(traced(alias, drawn(TOKENS, DIM), W).graph) for n in region.cuts}
     assert not names & {"mm", "sin"}
 
 
 @pytest.mark.parametrize("drop", [F.dropout, lambda h, p: torch.native_dropout(h, p, True)[0]])
 def test_random_operators_stop_a_cut(drop: Callable[..., torch.Tensor]) -> None:
     gm = traced(lambda x, w, v: (scatter(drop(gather(x) @ w, 0.5) @ v),), drawn(TOKENS, DIM), W, V)
-    names = {n.name for region in find_regions(gm.graph) for n in region.cuts}
-    assert not any("dropout" in name or "bernoulli" in name or "rand" in name for name in names)
     for region in find_regions(gm.graph):
-        found = cut(gm, 2, region)
-        drawn_numbers = [n for n in found.graph.nodes if "dropout" in n.name or "bernoulli" in n.name]
-        assert not any("piece" in n.name for n in drawn_numbers)
+        names = [n.name for n in region.cuts] + [n.name for n in cut(gm, 2, region).graph.nodes if "piece" in n.name]
+        assert not any(word in name for name in names for word in ("dropout", "bernoulli", "rand"))
 
 
 def test_operators_of_torch_export() -> None:
@@ -201,13 +192,10 @@ def test_operators_of_torch_export() -> None:
 
     inputs = drawn(7, DIM), W, V, drawn(8, seed=6)
     gm = make_fx(block, tracing_mode="fake", pre_dispatch=True)(*inputs)
-    feed = [[x + 0.1 * rank for x in inputs] for rank in range(RANKS)]
-    expected = Lockstep([gm] * RANKS, AXIS).run(feed)
     (region,) = find_regions(gm.graph)
     assert len(region.collectives) == 2 and len(region.cuts) > 15
     for pieces in (2, 3):
-        found = Lockstep([cut(gm, pieces, region)] * RANKS, AXIS, late=True).run(feed)
-        assert error(found, expected) < 1e-6  # products of other sizes, rounded to float32
+        check(gm, inputs, pieces, region, most=1e-6)  # products of other sizes, rounded to float32
 
 
 POINTWISE: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
@@ -246,9 +234,5 @@ def test_random_chains(seed: int, length: int, tokens: int, pieces: int) -> None
 
     inputs = drawn(tokens, DIM), drawn(2 * tokens, 8, seed=5), W, V
     gm = traced(function, *inputs)
-    feed = [[x + 0.1 * rank for x in inputs] for rank in range(RANKS)]
-    expected = Lockstep([gm] * RANKS, AXIS).run(feed)
     for region in find_regions(gm.graph):
-        for late in (False, True):
-            found = Lockstep([cut(gm, min(pieces, region.tokens), region)] * RANKS, AXIS, late=late).run(feed)
-            assert error(found, expected) < 1e-10
+        check(gm, inputs, min(pieces, region.tokens), region, most=1e-10)

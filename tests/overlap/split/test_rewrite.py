@@ -41,18 +41,13 @@ def in_pieces(gm: fx.GraphModule, pieces: int) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-def equal_layout(found: Sequence[Any], expected: Sequence[Any]) -> None:
-    for x, y in zip(found, expected, strict=True):
-        if isinstance(y, torch.Tensor):
-            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
-
-
 def error(found: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]]) -> float:
     """Largest difference of two tensors, relative to the largest element, over all ranks."""
     worst = 0.0
     for of_rank, wanted in zip(found, expected, strict=True):
-        equal_layout(of_rank, wanted)
         for x, y in zip(of_rank, wanted, strict=True):
+            if isinstance(y, torch.Tensor):
+                assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
             if isinstance(y, torch.Tensor) and y.is_floating_point() and y.numel():
                 worst = max(
                     worst, float((x.double() - y.double()).abs().max() / y.double().abs().max().clamp_min(1e-30))
@@ -74,21 +69,16 @@ def step(graphs: Sequence[Graphs]) -> dict[str, tuple[list[Any], list[Any]]]:
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize(("batch", "pieces"), [(1, 3), (2, 2)])
 def test_all_ranks_in_pieces_compute_the_same(which: str, batch: int, pieces: int) -> None:
+    """Collectives of activations are cut, gathers of parameters stay whole."""
     graphs = graphs_of(dataclasses.replace(SMALL, batch=batch))
     feed, expected = step(graphs)[which]
+    whole = getattr(graphs[0], which)
     modules = [in_pieces(getattr(g, which), pieces) for g in graphs]
-    after, before = (sum(map(is_start, gm.graph.nodes)) for gm in (modules[0], getattr(graphs[0], which)))
+    after, before = (sum(map(is_start, gm.graph.nodes)) for gm in (modules[0], whole))
     assert after > before
+    dp, tp = (graphs[0].axes[axis].name for axis in ("dp", "tp"))
+    assert find_regions(whole.graph)[0].group == tp
+    parameters = [[n.name for n in gm.graph.nodes if dp in n.args] for gm in (whole, modules[0])]
+    assert parameters[0] == parameters[1] and len(parameters[0]) > 10
     for late in (False, True):
         assert error(Lockstep(modules, [g.axes for g in graphs], late=late).run(feed), expected) < 1e-12
-
-
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_gathers_of_parameters_stay_whole(which: str) -> None:
-    graphs = graphs_of(SMALL)[0]
-    dp = graphs.axes["dp"].name
-    gm = getattr(graphs, which)
-    (region, *_) = find_regions(gm.graph)
-    assert region.group == graphs.axes["tp"].name
-    before, after = ([n.name for n in g.graph.nodes if dp in n.args] for g in (gm, in_pieces(gm, 2)))
-    assert before == after and len(before) > 10
