@@ -14,13 +14,10 @@ if _TYPE_CHECKING:
         AuxRequest as AuxRequest,
         context_parallel_attention as context_parallel_attention,
     )
+    from spanwise.attention.call_log import ExchangeError as ExchangeError, MismatchError as MismatchError
     from spanwise.attention.compare import compare_calls as compare_calls
     from spanwise.attention.context_parallel import ContextParallel as ContextParallel
-    from spanwise.attention.failure import (
-        ExchangeError as ExchangeError,
-        MismatchError as MismatchError,
-        exchange_errors as exchange_errors,
-    )
+    from spanwise.attention.failure import exchange_errors as exchange_errors
     from spanwise.attention.packed import packed_attention as packed_attention
     from spanwise.attention.rank_plan import RankPlan as RankPlan
     from spanwise.attention.verify import VerifyReport as VerifyReport, verify as verify
@@ -67,8 +64,9 @@ _HOMES = {
     "advice.advise": "Advice Choice advise",
     "attention.attention": "Aux AuxRequest context_parallel_attention",
     "attention.context_parallel": "ContextParallel",
+    "attention.call_log": "ExchangeError MismatchError",
     "attention.compare": "compare_calls",
-    "attention.failure": "ExchangeError MismatchError exchange_errors",
+    "attention.failure": "exchange_errors",
     "attention.packed": "packed_attention",
     "attention.rank_plan": "RankPlan",
     "attention.verify": "VerifyReport verify",

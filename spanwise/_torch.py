@@ -253,6 +253,13 @@ def constant(number: Any) -> Any:
     return torch.fx.experimental.symbolic_shapes.guard_scalar(number)
 
 
+def fix_sizes(*sizes: int) -> None:
+    """Make sizes constants of compiled code, which has symbols for them under ``dynamic=True``."""
+    if torch.compiler.is_compiling():
+        for size in sizes:
+            operator.index(size)
+
+
 def index_with_scalars() -> AbstractContextManager[Any]:
     """Lets a score_mod index captured tensors with its scalar arguments under vmap, as FlexAttention allows."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -296,27 +303,6 @@ def host_group(store: dist.Store, name: str, rank: int, num_ranks: int, timeout:
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, num_ranks, timeout)
 
 
-def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's flash kernel as `varlen_attn` calls it; `spanwise.attention.kernels.varlen.Flash.forward`."""
-    *sequences, scale, window = call
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *sequences, 0.0, window == (-1, 0), False,
-        scale=scale, window_size_left=window[0], window_size_right=window[1],
-    )  # fmt: skip
-    return out, lse
-
-
-def flash_backward(grad_out: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its backward; `Flash.backward` there."""
-    *given, scale, window = call
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_out.device), torch.empty(0, device=grad_out.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad_out, *given, 0.0, window == (-1, 0), *no_dropout,
-        scale=scale, window_size_left=window[0], window_size_right=window[1],
-    )  # fmt: skip
-    return dq, dk, dv
-
-
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """Pack and unpack of the active hooks for tensors that autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -358,22 +344,30 @@ def after_backward(do: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(do)
 
 
-def inside_transform() -> bool:
-    """Whether a transform of torch.func is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def check_transforms(*tensors: torch.Tensor) -> None:
+    """``NotImplementedError`` inside a transform of `torch.func`, or for a tensor with a forward-mode tangent.
 
-
-def is_batched(x: torch.Tensor) -> bool:
-    """Whether `x` is inside a vmap that maps over it; also in compiled code."""
-    # This call passes by `__torch_function__`, and a graph would get a marked output of a model as it is.
-    return torch._C._functorch.is_batchedtensor(x if type(x) is torch.Tensor else x.view_as(x))
-
-
-def have_tangent(*tensors: torch.Tensor) -> bool:
-    """Whether a tensor carries a tangent of forward-mode differentiation."""
+    Compiled code sees only vmap here; other transforms meet what Dynamo refuses.
+    """
     from torch.autograd import forward_ad
 
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    if torch.compiler.is_compiling():
+        # The call passes by `__torch_function__`, and a graph would get a marked output of a model as it is.
+        batched = [
+            torch._C._functorch.is_batchedtensor(x if type(x) is torch.Tensor else x.view_as(x)) for x in tensors
+        ]
+    else:
+        batched = [torch._C._functorch.peek_interpreter_stack() is not None]
+    if any(batched):
+        raise NotImplementedError(
+            "context parallelism does not run inside torch.func (vmap, grad, vjp, jacrev, …); use the batch dim in "
+            "place of vmap, and torch.autograd.grad or backward() in place of torch.func.grad"
+        )
+    tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    if tangents and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "context parallelism has no forward-mode derivatives; use torch.autograd.grad or backward()"
+        )
 
 
 def is_fake(x: torch.Tensor) -> bool:

@@ -20,17 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spanwise import _torch
-from spanwise.attention import failure, ulysses
-from spanwise.attention._limits import check_shapes, check_transforms, fix_sizes, with_sinks
+from spanwise.attention import executor, ulysses
 from spanwise.attention.compact import Compact, check_rows
 from spanwise.attention.compare import Compare, compare_backward, compare_call, eager, plain, tells_refusals
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
-from spanwise.attention.kernels.merge import Merging, Part
+from spanwise.attention.kernels.merge import Merging, Part, with_sinks
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, local_of, mesh_of
 from spanwise.masks.checks import check_finite
 from spanwise.planning.plan import Plan
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     """`context_parallel_attention` with a result of one type; unwraps DTensors first."""
     if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
         return _with_dtensors(q, k, v, call)
-    check_transforms(q, k, v)
+    _torch.check_transforms(q, k, v)
     local, mesh, kernel = _resolved(q, call)
     rows, compact = (k, v), None
     if call.expand is not None:
@@ -204,7 +205,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     if max_logit is not None and mesh is not None and local.num_ranks > 1:
         # The heads of this rank, among those of its group.
         max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
-        max_logit = failure.all_reduce(max_logit, "max", mesh, "max_logit")
+        max_logit = executor.all_reduce(max_logit, "max", mesh, "max_logit")
 
     if local.trade is not None:
         out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}", call=here)
@@ -266,15 +267,42 @@ def _resolved(q: torch.Tensor, call: _Call) -> tuple[RankPlan, DeviceMesh | None
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, kernel: Kernel, call: _Call) -> None:
-    """All checks of the tensors that one rank can make.
+    """``ValueError`` unless q, k and v are this rank's shard, and fit each other, the plan and the kernel.
 
     Before the exchange: an error on one rank after it has started would leave the others waiting.
     """
-    own = local.chunks[call.mask_name][0]
-    check_shapes(q, k, v, local, own.rows, call.sinks)
-    fix_sizes(*[size for x in (q, k, v) for size in (x.shape[1], x.shape[3])])
-    if isinstance(call.sinks, torch.Tensor):
-        fix_sizes(*call.sinks.shape)
+    own, sinks, shapes = local.chunks[call.mask_name][0], call.sinks, [tuple(x.shape) for x in (q, k, v)]
+    if any(len(shape) != 4 or shape[3] == 0 for shape in shapes):
+        raise ValueError(
+            f"q, k, v must be [batch, heads, tokens, head_dim], head dims must be at least 1, got {shapes}"
+        )
+    num_tokens, num_keys = local.tokens.shape[1], local.key_tokens.shape[1]
+    if q.shape[2] != num_tokens or not k.shape[2] == v.shape[2] == num_keys:
+        raise ValueError(
+            f"q, k and v must be rank {local.rank}'s shard of the sequence, {num_tokens} of {local.seq_len} tokens in "
+            f"dim 2, with {num_keys} of {local.kv_len} keys, got {shapes}; cut them with spanwise.shard(plan, mesh, x, "
+            f"dim=2), packed ones with dim=0, the keys of cross attention with side='kv'"
+        )
+    if own.rows > 1 and q.shape[0] != own.rows:
+        raise ValueError(f"the plan has masks for {own.rows} batch rows, got {shapes}")
+    if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch size, k and v in heads, q and k in head dim; got {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads; got {shapes}")
+    kinds = [(x.dtype, x.device) for x in (q, k, v)]
+    if kinds[1:] != kinds[:-1] or q.dtype not in _FLOATS:
+        raise ValueError(f"q, k and v must share device and dtype, one of {_FLOATS}, got {kinds}")
+    given = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    if any(n is not None and n != got for n, got in zip(local.attention_shape, given, strict=True)):
+        raise ValueError(
+            f"the plan was made for (num_q_heads, num_kv_heads, head_dim, v_head_dim) = {local.attention_shape}, got "
+            f"{given}. make_plan takes those of one rank's tensors, under tensor parallelism its share of the heads"
+        )
+    if local.tokens.device != q.device:
+        raise ValueError(f"the rank plan is on {local.tokens.device}, q on {q.device}; use plan.local(mesh, q.device)")
+    if sinks is not None and (sinks.dim() not in (1, 2) or sinks.shape[0] != q.shape[1]):
+        raise ValueError(f"sinks must be [{q.shape[1]}], or several, [{q.shape[1]}, n], got {tuple(sinks.shape)}")
+    _torch.fix_sizes(*given, *([] if sinks is None else sinks.shape))
     likes = (q, k, v) if local.trade is None else ulysses.traded_like(q, k, v, local.trade, local.kv_trade)
     if own.flat:
         likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]

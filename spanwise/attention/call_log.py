@@ -40,6 +40,41 @@ _PROBE_TAG = 0x5BA7  # no rank receives these messages
 _log = logging.getLogger("spanwise")
 
 
+class ExchangeError(RuntimeError):
+    """A collective failed: a rank is gone, stuck or too late.
+
+    Afterwards the gloo groups of this process are unusable, also those of other collectives: their connections are
+    closed.
+
+    Attributes:
+        what: the collective.
+        rank: this rank in the group of the collective.
+        lost: lost ranks of the group, as far as this rank knows. Empty on a rank whose peers failed because of a rank
+            of another group.
+        lost_global: lost ranks, as global ranks, in this group or in the group where the failure began.
+
+    >>> issubclass(ExchangeError, RuntimeError), ExchangeError("rank 1 is lost").lost
+    (True, ())
+    """
+
+    what: str = ""
+    rank: int = -1
+    lost: tuple[int, ...] = ()
+    lost_global: tuple[int, ...] = ()
+
+
+class MismatchError(ExchangeError, ValueError):
+    """Ranks made different calls: another plan, mask, kernel, dtype, shape, … at the same place. Raised on every rank.
+
+    If every rank raises in the call itself, the groups stay usable. A rank that had gone on, because its call was the
+    expected one, raises where it waits for the others, at its next call or in the backward; then the gloo groups of the
+    process are unusable. A call that raised on one rank differs from that of the others.
+
+    >>> issubclass(MismatchError, ValueError)
+    True
+    """
+
+
 class Call(NamedTuple):
     """A collective call in all that must be equal on all ranks.
 
@@ -181,16 +216,16 @@ class CallLog:
                 self._changed.wait_for(lambda: self.confirmed >= number or self.error or self.broken, seconds)
             self._wake.clear()
 
-    def raised(self) -> str:
-        """The text of a mismatch, empty if there is none."""
-        if not self.error:
-            return ""
-        with self._changed:  # the thread may be about to set more than `error`
-            text = self.error
-            if not self._ends:
-                self.error = ""  # all ranks raise here
-                self.backwards.clear()
-        return text
+    def check(self) -> None:
+        """``MismatchError`` if calls of the ranks differ."""
+        if self.error:
+            with self._changed:  # the thread may be about to set more than `error`
+                error = MismatchError(self.error)
+                error.what, error.rank = "comparison of calls", self.rank
+                if not self._ends:
+                    self.error = ""  # all ranks raise here
+                    self.backwards.clear()
+            raise error
 
     def step(self) -> bool:
         """Compare as far as possible without waiting; whether an all-gather is under way. For the thread."""
@@ -294,8 +329,8 @@ def _finish() -> None:
     """Compare the last calls before the process ends, so that no thread is inside the backend while Python ends."""
     for log in list(_alive):
         log.confirm(log.count, FLUSH)
-        if text := log.raised():
-            print(f"spanwise: {text}", file=sys.stderr)
+        if log.error:
+            print(f"spanwise: {log.error}", file=sys.stderr)
         with log._changed:  # the thread is not in the middle of a step
             log.broken = log.broken or "the process ends"
 

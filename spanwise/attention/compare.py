@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention.call_log import REFUSED, Call, CallLog, log_of, logs, switch
-from spanwise.attention.failure import ExchangeError, explained, raise_mismatch
+from spanwise.attention.call_log import REFUSED, Call, CallLog, ExchangeError, log_of, logs, switch
+from spanwise.attention.failure import explained
 
 PATIENCE = 2.0  # seconds in which all ranks must fail in a call for the calls to go on
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -72,34 +72,28 @@ def tells_refusals(function: _Function) -> _Function:
             return function(*args, **kwargs)
         # Not Exception: torch ends the recomputation of a checkpoint by one of its own.
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if not isinstance(error, ExchangeError) and not hasattr(error, "told"):
-                given = [*args, *kwargs.values()]
-                meshes = [x if isinstance(x, DeviceMesh) else getattr(x, "mesh", None) for x in given]
-                ranks = [list(_global_ranks(x)) for x in meshes if isinstance(x, DeviceMesh)]
-                error.told = True  # type: ignore[union-attr]
-                for log in [log for log in logs() if list(log.ranks) in ranks]:
-                    compared = log.added >= began
-                    number, _ = log.add(Call(REFUSED, (("raised", f"{type(error).__name__}: {error}"),)))
-                    if compared:
-                        log.confirm(number, PATIENCE)
-                        if log.confirmed < number and not log.error:
-                            explained(error, function.__name__, log.name, log.ranks, time.monotonic() - began)
+            if isinstance(error, ExchangeError) or hasattr(error, "told"):
+                raise
+            error.told = True  # type: ignore[union-attr]
+            meshes = [x if isinstance(x, DeviceMesh) else getattr(x, "mesh", None) for x in [*args, *kwargs.values()]]
+            ranks = [list(_global_ranks(x)) for x in meshes if isinstance(x, DeviceMesh)]
+            for log in [log for log in logs() if list(log.ranks) in ranks]:
+                compared = log.added >= began
+                number, _ = log.add(Call(REFUSED, (("raised", f"{type(error).__name__}: {error}"),)))
+                if compared:
+                    log.confirm(number, PATIENCE)
+                    if log.confirmed < number and not log.error:
+                        explained(error, function.__name__, log.name, log.ranks, time.monotonic() - began)
             raise
 
     return told  # type: ignore[return-value]
 
 
 def compare_call(
-    name: str,
-    facts: dict[str, Any],
-    mesh: DeviceMesh,
-    tensors: Sequence[torch.Tensor],
-    *,
-    sizes: tuple[str, Sequence[int]],
-    plan: torch.Tensor | None = None,
-    sums: bool = False,
+    name: str, facts: dict[str, Any], mesh: DeviceMesh, tensors: Sequence[torch.Tensor],
+    *, sizes: tuple[str, Sequence[int]], plan: torch.Tensor | None = None, sums: bool = False,
     amount: float | torch.Tensor | None = None,
-) -> Compare | None:
+) -> Compare | None:  # fmt: skip
     """Compare a call across the ranks of `mesh`; returns when its collectives may start.
 
     Args:
@@ -160,7 +154,7 @@ def record(
         raise explained(error, what, label, everyone, time.monotonic() - began) from error
     if log is None:
         return -1
-    raise_mismatch(log)
+    log.check()
     _notice(log, _torch.backward_number())
     if forward > 0:
         _confirm(log, forward)  # so that no gradient comes from calls that differ
@@ -181,7 +175,7 @@ def _notice(log: CallLog, backward: int) -> None:
         log.backwards.clear()
         number, _ = log.add(Call(REFUSED, (("raised", "an error in its backward"),)))
         log.confirm(number, PATIENCE)
-        raise_mismatch(log)
+        log.check()
         if log.confirmed < number:
             error = RuntimeError("an error that other ranks do not have")
             raise explained(error, "an earlier backward", log.name, log.ranks, PATIENCE)
@@ -194,7 +188,7 @@ def _confirm(log: CallLog, number: int) -> None:
     """Return when all ranks have made call `number`."""
     began = time.monotonic()
     log.confirm(number)
-    raise_mismatch(log)
+    log.check()
     if log.confirmed < number:
         error, what = RuntimeError(log.broken), f"comparison of call {number}"
         raise explained(error, what, log.name, log.ranks, time.monotonic() - began) from error

@@ -23,14 +23,17 @@ gradient is the collective under way. Every rank knows the plan, so no sizes tra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention import failure
 from spanwise.attention.compare import Compared
+from spanwise.attention.failure import explained
 
 Tensors = tuple[torch.Tensor, ...]
 INDEXED, GATHERED = "indexed", "gathered"
@@ -145,6 +148,49 @@ def _sizes(step: RankStep) -> tuple[list[int], list[int]]:
     return [x.shape[0] for x in step.send_sizes], [x.shape[0] for x in step.recv_sizes]
 
 
+def start(what: str, name: str, begin: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """``begin(*args)``, one of the starts in `_torch`, on the group called `name`; `what` is the collective in words.
+
+    ``ExchangeError`` if the backend failed; errors of other types pass unchanged.
+    """
+    _torch.check_compiling()
+    if torch.compiler.is_compiling():
+        return begin(*args)
+    began = time.monotonic()
+    try:
+        return begin(*args)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise  # out of memory, not implemented
+        group = _torch.find_group(name)
+        label = f"group '{name}'" + (f" ({group.group_desc})" if group.group_desc not in ("", "undefined") else "")
+        ranks = dist.get_process_group_ranks(group)
+        raise explained(error, what, label, ranks, time.monotonic() - began) from error
+
+
+def wait(x: torch.Tensor, what: str, name: str) -> torch.Tensor:
+    """Wait for a started collective on the group called `name`; `what` is the collective in words.
+
+    On a CPU it returns when the data have arrived. It raises ``ExchangeError`` a few seconds after a process of the
+    group has ended, and for a stuck process after the timeout of the group. With NCCL a wait only orders streams,
+    unless ``TORCH_NCCL_BLOCKING_WAIT`` is set: torch's watchdog ends the process.
+    """
+    return start(what, name, _torch.wait, x)
+
+
+def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.Tensor:
+    """All-reduce (``"sum"`` or ``"max"``) over every axis of `mesh`, without autograd; `what` is the value in words.
+
+    One axis after the other, so that a sliced or multi-dimensional mesh needs no extra group.
+    """
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            name = _torch.group_name(mesh.get_group(axis))
+            label = f"all-reduce of {what}"
+            x = wait(start(label, name, _torch.start_all_reduce, x, op, name), label, name)
+    return x
+
+
 class _Start(torch.autograd.Function):
     """Starts steps that send rows of one buffer; the backward waits for their gradients and sums them.
 
@@ -180,7 +226,7 @@ class _Start(torch.autograd.Function):
             if pending is None:
                 continue
             what = _name(kind, f"{ctx.link.label}, chunk {i + 1} of {ctx.of}", home=True)
-            grad = failure.wait(pending, what, ctx.link.name)
+            grad = wait(pending, what, ctx.link.name)
             if send is not None:
                 total = grad.new_zeros(ctx.like) if total is None else total
                 total.index_add_(0, send, grad)
@@ -209,7 +255,7 @@ class _Wait(torch.autograd.Function):
         ctx.save_for_backward(*order, *([empty] if ctx.empty is None else []))
         ctx.set_materialize_grads(False)
         ctx.link, ctx.what, ctx.meta, ctx.ordered = link, what, (kind, sizes, spare), len(order) > 0
-        rows = failure.wait(data, _name(kind, what, home=False), link.name)
+        rows = wait(data, _name(kind, what, home=False), link.name)
         in_order = rows.view(rows.shape)
         if order:
             found = torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
@@ -249,8 +295,8 @@ def _collective(
     name = _name(kind, what, home=home)
     if kind == GATHERED:
         begin = _torch.start_reduce_scatter if home else _torch.start_all_gather
-        return failure.start(name, link.name, begin, rows, link.size, link.name)
-    return failure.start(name, link.name, _torch.start_all_to_all, rows, recv, send, link.name)
+        return start(name, link.name, begin, rows, link.size, link.name)
+    return start(name, link.name, _torch.start_all_to_all, rows, recv, send, link.name)
 
 
 def _name(kind: str, what: str, *, home: bool) -> str:

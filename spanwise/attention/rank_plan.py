@@ -240,8 +240,7 @@ def local_plan(
         raise ValueError(
             "a Plan was given inside a compiled region; build plan.local(mesh, device) outside and pass that"
         )
-    if _torch.inside_transform():
-        raise NotImplementedError("a rank plan cannot be built inside torch.func (vmap, grad, …); build it outside")
+    _torch.check_transforms()
     rank = rank_on(mesh, plan.num_ranks, plan.inner)
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from spanwise.attention import failure
+from spanwise.attention import executor
 from spanwise.attention.attention import context_parallel_attention
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.attention.tokens import gather, shard_for_rank
@@ -31,7 +30,6 @@ from spanwise.planning.plan import Plan
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3.5e-2, torch.float16: 1e-2}
 _DENSE_LIMIT = 4096
-_PLAN_NAMES = ("plan", "block_mask", "attn_mask")
 Cells = tuple[tuple[int, int], ...]
 
 
@@ -94,25 +92,22 @@ def verify(
     mesh: DeviceMesh | None,
     *,
     inputs: Sequence[torch.Tensor] | Mapping[str, Any] | None = None,
-    plan_name: str | None = None,
+    plan_name: str = "plan",
     dim: int | None = None,
     mask_name: str = "default",
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
     num_probes: int = 8,
-    seed: int = 0,
     tolerance: float | None = None,
 ) -> VerifyReport:
     """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
 
     Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)``, or a `ContextParallel`
-    module. A parameter `mesh` gets the mesh if the plan's is named plan, block_mask or attn_mask. It is compared with
-    dense float64 attention under the plan's mask. Padding of the plan's packing must give zeros, and is not probed. In
-    cross attention the probed tokens are keys.
+    module. It is compared with dense float64 attention under the plan's mask. Padding of the plan's packing must give
+    zeros, and is not probed. In cross attention the probed tokens are keys.
 
     With `inputs`, it is a model ``fn(*input_shards, plan)``, or ``fn(**input_shards, plan=plan)`` for inputs by name.
-    It returns ``[B, T, …]``, or an object with ``logits``, or a tuple that begins with it. It is compared with itself
-    under a plan of one rank, and a token may reach a row over several layers.
+    It returns ``[B, T, …]``, or an object with ``logits``. It is compared with itself under a plan of one rank, and a
+    token may reach a row over several layers.
 
     Args:
         plan: the plan to prove.
@@ -120,8 +115,7 @@ def verify(
         inputs: whole tensors, equal on all ranks, in the order of the arguments or by name; floating ones get
             gradients. By name, what is no tensor passes through, and the probe leaves ``"position_ids"`` and
             ``"attention_mask"`` as they are.
-        plan_name: argument of the model that takes the plan; default: "plan", "block_mask" or "attn_mask", whichever
-            its signature names.
+        plan_name: argument that takes the plan where inputs have names.
         dim: sequence dim of inputs and output; default 2 without `inputs`, else 1.
         mask_name: which of the plan's masks the call uses; a model may use them all where none has this name.
         dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16, or the next number that
@@ -155,36 +149,40 @@ def verify(
     tokens = _probe_tokens(plan, num_probes)
     masks = [mask_name] if attention or mask_name in plan.masks else sorted(plan.masks)
     must, may = _reach(plan, masks, tokens, attention)
-    where = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    by_name, others = None, {}
+    generator = torch.Generator("cpu").manual_seed(0)
+    fixed: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
-        by_name = tuple(key for key, x in inputs.items() if isinstance(x, torch.Tensor) and x.dim())
-        others = {key: x for key, x in inputs.items() if key not in by_name}
-        inputs = [inputs[key] for key in by_name]
-    given = _attention_inputs(plan, dtype, generator) if inputs is None else inputs
-    names = ("q", "k", "v") if attention else by_name or [f"inputs[{i}]" for i in range(len(given))]
+        given = {key: x for key, x in inputs.items() if isinstance(x, torch.Tensor) and x.dim()}
+        fixed = {key: x for key, x in inputs.items() if key not in given}
+    elif inputs is None:
+        given = dict(zip("qkv", _attention_inputs(plan, dtype, generator), strict=True))
+    else:
+        given = {f"inputs[{i}]": x for i, x in enumerate(inputs)}
+    local = plan.local(mesh)
+    given = {key: x.detach().to(local.tokens.device) for key, x in given.items()}
+
+    def call(values: Sequence[torch.Tensor], local: RankPlan) -> torch.Tensor:
+        if isinstance(inputs, Mapping):
+            result = fn_or_model(**dict(zip(given, values, strict=True)), **fixed, **{plan_name: local})
+        else:
+            result = fn_or_model(*values, local)
+        result = getattr(result, "logits", result)
+        if not isinstance(result, torch.Tensor):
+            raise ValueError(f"verify compares one tensor, or logits; the function returned a {type(result).__name__}")
+        return result
+
     dim = (2 if attention else 1) if dim is None else dim
-    problem = _Problem(
-        fn_or_model, by_name, others, plan_name, plan, plan.local(mesh, where), mesh, mask_name, dim, attention,
-        {name: x.detach().to(where) for name, x in zip(names, given, strict=True)},
-    )  # fmt: skip
+    problem = _Problem(fn_or_model, call, plan, local, mesh, mask_name, dim, attention, given)
     errors, dtype_out = _parity(problem, generator)
     leaks, blind = _leaks(problem, tokens, must, may)
     return VerifyReport(errors, _TOLERANCES[dtype_out] if tolerance is None else tolerance, tuple(tokens), leaks, blind)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    """A call to verify: the function, its whole inputs, and this rank's part of the plan.
-
-    The inputs go to `fn` by name where `by_name` has them; `others` are arguments by name that are not cut.
-    """
+class _Problem(NamedTuple):
+    """A function to verify, how it is called on inputs and a plan, its whole inputs, and this rank's part."""
 
     fn: Callable[..., Any]
-    by_name: tuple[str, ...] | None
-    others: dict[str, Any]
-    plan_name: str | None
+    call: Callable[[Sequence[torch.Tensor], RankPlan], torch.Tensor]
     plan: Plan
     local: RankPlan
     mesh: DeviceMesh | None
@@ -192,28 +190,6 @@ class _Problem:
     dim: int
     attention: bool
     inputs: dict[str, torch.Tensor]
-
-    def call(self, values: Sequence[torch.Tensor], local: RankPlan) -> torch.Tensor:
-        """The output for these inputs and this plan: the result, its logits, or its first part."""
-        forward = self.fn.forward if isinstance(self.fn, nn.Module) else self.fn
-        parameters = inspect.signature(forward).parameters
-        named = {} if self.by_name is None else dict(zip(self.by_name, values, strict=True))
-        plan_names = [name for name in _PLAN_NAMES if name in parameters]
-        if self.plan_name is not None or self.by_name is not None:
-            plan_names = [self.plan_name or (plan_names or ["plan"])[0]]
-        given = named | self.others | dict.fromkeys(plan_names, local)
-        if plan_names and "mesh" in parameters:
-            given["mesh"] = None if local.num_ranks == 1 else self.mesh
-        positional = [*(values if self.by_name is None else ()), *([] if plan_names else [local])]
-        result = self.fn(*positional, **given)
-        first = result[0] if isinstance(result, (tuple, list)) else None
-        for found in (result, getattr(result, "logits", None), first):
-            if isinstance(found, torch.Tensor):
-                return found
-        raise ValueError(
-            f"verify compares one tensor: the function must return it, or an object with logits, or a tuple that "
-            f"begins with it; got a {type(result).__name__}. Wrap the model in a function that returns the tensor"
-        )
 
     def cut(self, x: torch.Tensor, name: str = "q") -> torch.Tensor:
         """This rank's tokens of `x`, an input of this name, its gradient, or an output."""
@@ -251,8 +227,8 @@ def _parity(problem: _Problem, generator: torch.Generator) -> tuple[dict[str, fl
 def _reference(problem: _Problem, inputs: list[torch.Tensor]) -> torch.Tensor:
     """The output of one device, for attention in float64."""
     plan, where = problem.plan, inputs[0].device
-    layouts = [contiguous(length, 1) for length in (plan.seq_len, plan.kv_len)]
-    whole = plan.replace(layout=layouts[0], kv_layout=layouts[1], num_ranks=1, inner=1, exchange="all_gather")
+    layout, kv_layout = (contiguous(length, 1) for length in (plan.seq_len, plan.kv_len))
+    whole = plan.replace(layout=layout, kv_layout=kv_layout, num_ranks=1, inner=1, exchange="all_gather")
     alone = whole.local(None, where)
     if not problem.attention:
         return problem.call(inputs, alone)
@@ -314,14 +290,11 @@ def _probe_tokens(plan: Plan, count: int) -> list[int]:
 
 def _perturbed(x: torch.Tensor, token: Any, dim: int) -> torch.Tensor:
     """`x` with one token's input changed: another number, for integers another value that occurs."""
-    x = x.clone()
-    at = x.select(dim, token)
+    at, x = torch.tensor([token], device=x.device), x.clone()
+    old, low, high = x.index_select(dim, at), x.min(), x.max()
     if x.is_floating_point():
-        at.copy_(1.0 - at)
-        return x
-    low, high = x.min(), x.max()
-    at.copy_(torch.where(at == high, low, high) if low < high else at ^ 1)
-    return x
+        return x.index_copy_(dim, at, 1.0 - old)
+    return x.index_copy_(dim, at, torch.where(old == high, low, high) if low < high else old ^ 1)
 
 
 def _reach(plan: Plan, masks: list[str], tokens: list[int], attention: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -382,7 +355,7 @@ def summed(grad: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
         return whole(grad)
     if isinstance(grad, DTensor) and set(mesh.mesh.flatten().tolist()) <= set(grad.device_mesh.mesh.flatten().tolist()):
         return whole(grad) * mesh.size()  # FSDP2 averaged over these ranks
-    return failure.all_reduce(whole(grad), "sum", mesh, "a parameter's gradient")
+    return executor.all_reduce(whole(grad), "sum", mesh, "a parameter's gradient")
 
 
 def whole(grad: torch.Tensor) -> torch.Tensor:
@@ -396,5 +369,5 @@ def error_of(x: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor, mesh
     worst = (x.double() - reference.double()).abs().amax() if x.numel() else torch.zeros((), device=x.device).double()
     worst = worst.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may drop nan
     if mesh is not None:
-        worst = failure.all_reduce(worst, "max", mesh, "an error")
+        worst = executor.all_reduce(worst, "max", mesh, "an error")
     return float(worst / scale)

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
-from spanwise.attention import failure
-from spanwise.attention._limits import check_transforms
+from spanwise.attention import executor
 from spanwise.attention.compare import Compare, compare_call, compared, plain, scalar, tells_refusals
 from spanwise.attention.rank_plan import check_mesh
 from spanwise.batch.token_scores import IGNORE_INDEX, Scoring, check_labels, check_vocabulary, score
@@ -58,7 +57,7 @@ def cross_entropy(
     tensor(2.0794)
     """
     _check(labels, num_valid, weights)
-    check_transforms(logits)
+    _torch.check_transforms(logits)
     check_labels(logits, labels, "logits")
     check_vocabulary(labels, logits.shape[-1])
     # Not `score`: on a CPU it takes 1.3 to 5 times as long, because torch fuses the softmax of all logits.
@@ -177,7 +176,7 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, sums: torch.Tensor, mesh: DeviceMesh, compare: Compare | None) -> torch.Tensor:
         ctx.scale = mesh.size()
         (sums,) = compared((sums,), compare)  # compiled code cannot start the all-reduce before it has compared
-        return failure.all_reduce(sums, "sum", mesh, "the loss")
+        return executor.all_reduce(sums, "sum", mesh, "the loss")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from spanwise import _torch
-from spanwise.attention import failure
-from spanwise.attention._limits import check_transforms
+from spanwise.attention import executor
 from spanwise.attention.compare import compare_backward, compare_call, compared, plain, tells_refusals
 from spanwise.masks.checks import check_finite, check_positive, check_shape
 
@@ -127,7 +126,7 @@ def _own_rows(
         check_positive(scoring.chunk, "chunk")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"vocab_mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pass one of them")
-    check_transforms(*(t for t in (x, weight, bias) if t is not None))
+    _torch.check_transforms(*(t for t in (x, weight, bias) if t is not None))
     check_labels(x, labels, "logits" if weight is None else "hidden")
     own: list[Tensor | None] = []
     for name, t in (("vocab_weight", weight), ("bias", bias)):
@@ -182,7 +181,7 @@ def score(
         counts = labels.new_zeros(mesh.size())
         counts[rank : rank + 1] = rows
         (counts,) = compared((counts,), compare)
-        counts = failure.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
+        counts = executor.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
         check_vocabulary(labels, counts.sum())
         first = counts[:rank].sum()
         if not grads or weight is None:
@@ -228,8 +227,8 @@ class _TokenScores(torch.autograd.Function):
             if mesh is not None:
                 # Not `stack`: of torch 2.13's Inductor `top_N` would be a view of what the all-reduce overwrites.
                 both = torch.where(torch.arange(2, device=top_N.device).unsqueeze(1) == 0, top_N, picked_N)
-                tops = failure.all_reduce(both, "max", mesh, "the largest logits")
-                sum_N = failure.all_reduce(sum_N * (top_N - tops[0]).exp(), "sum", mesh, "sums of exponentials")
+                tops = executor.all_reduce(both, "max", mesh, "the largest logits")
+                sum_N = executor.all_reduce(sum_N * (top_N - tops[0]).exp(), "sum", mesh, "sums of exponentials")
                 top_N, picked_N = tops.unbind()
             log_sum_N = sum_N.log()
             logprobs = (picked_N - top_N - log_sum_N).masked_fill_(labels_N == IGNORE_INDEX, 0)
@@ -269,7 +268,7 @@ class _TokenScores(torch.autograd.Function):
                     grad_weight += _product(d_CV.t(), h, dtype)
                 del h, z_CV, d_CV, slope
             if grad_x is not None and summed:
-                grad_x = failure.all_reduce(grad_x, "sum", mesh, "the gradient of hidden states")
+                grad_x = executor.all_reduce(grad_x, "sum", mesh, "the gradient of hidden states")
         found = zip((grad_x, grad_weight), (x_ND, weight_VD), strict=True)
         return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 7
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from spanwise.attention import failure
+from spanwise.attention import executor
 from spanwise.attention.compare import Compare, compare_backward, compare_call, compared, tells_refusals
 from spanwise.attention.rank_plan import rank_on
 from spanwise.layouts.thd_order import check_dim
@@ -137,9 +137,9 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, compare: Compare | None) -> torch.Tensor:
         ctx.mesh, ctx.dtype = mesh, x.dtype
         (x,) = compared((x,), compare)
-        return failure.all_reduce(x, "sum", mesh, "values of edges")
+        return executor.all_reduce(x, "sum", mesh, "values of edges")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
-        return failure.all_reduce(grad, "sum", ctx.mesh, "gradients of edges").to(ctx.dtype), None, None
+        return executor.all_reduce(grad, "sum", ctx.mesh, "gradients of edges").to(ctx.dtype), None, None

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from spanwise import _torch
-from spanwise.attention._limits import check_transforms, fix_sizes
 from spanwise.attention.compare import compare_backward, compare_call, eager, tells_refusals
 from spanwise.attention.executor import Link, bring
 from spanwise.recurrence.route import RecurrenceRoute, check_route, from_rows, to_rows
@@ -53,9 +52,9 @@ def causal_conv(
     >>> recurrence.causal_conv(torch.ones(4, 1), torch.ones(1, 3), None, recurrence.recurrence_route(plan)).flatten()
     tensor([1., 2., 1., 2.])
     """
-    check_transforms(x, weight)
+    _torch.check_transforms(x, weight)
     check_route(route, {"x": x, "weight": weight, "bias": bias})
-    fix_sizes(*weight.shape)
+    _torch.fix_sizes(*weight.shape)
     weight_CW = _checked(x, weight, bias, route, activation)
     rows_RBC = to_rows("x", x, route, 1)
     stream = [rows_RBC]

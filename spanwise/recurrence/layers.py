@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from spanwise import _torch
-from spanwise.attention._limits import check_transforms
 from spanwise.attention.compare import Compared, compare_backward, compare_call, eager, plain, tells_refusals
 from spanwise.attention.executor import Link, bring
 from spanwise.masks.checks import check_finite
@@ -126,7 +125,7 @@ def _layer(
     scale: float | None,
 ) -> torch.Tensor:
     scale = _torch.constant(scale)
-    check_transforms(q, k, v, log_decay)
+    _torch.check_transforms(q, k, v, log_decay)
     check_route(route, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta})
     _check(q, k, v, log_decay, beta, route, scale)
     flat, heads = v.dim() == 3, v.shape[-2]

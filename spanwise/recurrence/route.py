@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spanwise import _torch
-from spanwise.attention._limits import fix_sizes
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.executor import RankStep
 from spanwise.attention.rank_plan import compare_fingerprints, rank_on
@@ -301,7 +300,7 @@ def to_rows(name: str, x: torch.Tensor, route: RecurrenceRoute, features: int) -
     if before not in (1, 2) or x.shape[before - 1] != route.tokens.shape[0]:
         tokens = f"this rank's {route.tokens.shape[0]} tokens"
         raise ValueError(f"{name} must be {tokens} and {features} dims after them, got shape {tuple(x.shape)}")
-    fix_sizes(*x.shape[before:])
+    _torch.fix_sizes(*x.shape[before:])
     if before == 1:
         x = x.unsqueeze(0)
     if route.rows == 1:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import _torch
-from spanwise.attention import failure
+from spanwise.attention import executor, failure
 from tests.limits import HANG
 from tests.ranks.calls import HOSTS
 from tests.ranks.gloo import NEVER, Processes, started
@@ -75,8 +75,8 @@ def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, 
             is_lost = rank == lost and step == 8
             if is_lost and moment == "forward":
                 lose(how)
-            begin = dying(moment, how) if is_lost else failure.start
-            with mock.patch.object(failure, "start", begin), mock.patch.object(failure, "GRACE", grace):
+            begin = dying(moment, how) if is_lost else executor.start
+            with mock.patch.object(executor, "start", begin), mock.patch.object(failure, "GRACE", grace):
                 out, _ = spanwise.context_parallel_attention(
                     q, k, v, local, mesh, mask_name="full", return_aux=spanwise.AuxRequest(max_logit=True)
                 )
@@ -89,8 +89,8 @@ def attends(rank: int, mesh: DeviceMesh, exchange: dict[str, Any], moment: str, 
 
 
 def dying(moment: str, how: str) -> Callable[..., torch.Tensor]:
-    """`failure.start` of a rank that is lost when it comes to the collective `moment`."""
-    begin = failure.start
+    """`executor.start` of a rank that is lost when it comes to the collective `moment`."""
+    begin = executor.start
 
     def start(what: str, *args: Any) -> torch.Tensor:
         if what.startswith(moment):
@@ -105,7 +105,7 @@ def backend_fails(rank: int, mesh: DeviceMesh) -> None:
         raise dist.DistBackendError(f"no communicator on {rank}")
 
     with mock.patch.object(failure, "GRACE", HANG):
-        failure.start("all-to-all of K/V", _torch.group_name(mesh.get_group()), begin, torch.ones(1))
+        executor.start("all-to-all of K/V", _torch.group_name(mesh.get_group()), begin, torch.ones(1))
 
 
 def compiles(rank: int, mesh: DeviceMesh, lost: int) -> None:

@@ -143,22 +143,14 @@ def _choose_windows(bands: Sequence[Band]) -> list[Window]:
     for band in bands:
         counts[band.window] = counts.get(band.window, 0) + 1
     common = sorted(counts, key=lambda window: (-counts[window], window))[:_MOST_WINDOWS]
-    table = np.array([(b.row_stop - b.row, b.key_stop - b.key, *b.window) for b in bands], dtype=np.int64)
-    num_rows, num_keys, left, right = table.T
-    fits = np.array(
-        [
-            ((left == wl) | ((left == -1) & (wl >= num_keys - 1)))
-            & ((right == wr) | ((right == -1) & (wr >= num_rows - 1)))
-            for wl, wr in common
-        ]
-    )
-    chosen = [band.window for band in bands]
-    while fits.any():  # the window that fits most of the bands that have none yet
-        best = int(fits.sum(1).argmax())
-        for i in np.flatnonzero(fits[best]).tolist():
-            chosen[i] = common[best]
-        fits = fits & ~fits[best]
-    return chosen
+
+    def fits(band: Band, window: Window) -> bool:
+        lengths = band.key_stop - band.key, band.row_stop - band.row
+        sides = zip(band.window, window, lengths, strict=True)
+        return all(own == other or (own == -1 and other >= length - 1) for own, other, length in sides)
+
+    common.sort(key=lambda window: -sum(fits(band, window) for band in bands))
+    return [next((window for window in common if fits(band, window)), band.window) for band in bands]
 
 
 def _pack(bands: Sequence[Band]) -> list[tuple[Window, list[Band]]]:

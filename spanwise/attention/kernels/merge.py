@@ -129,6 +129,35 @@ class _Part(torch.autograd.Function):
         return of_out, None if of_lse is None else torch.where(share == 0, 0, of_lse * share), None
 
 
+class OperatorPart(torch.autograd.Function):
+    """A part from a pair of operators, which keeps neither its out nor its lse.
+
+    Arguments: the operators, queries without gradient, a tensor that takes their gradient, k, v, and what the operators
+    take besides: tensors, then options. The first gives out and lse. The second takes the union's grad_out and
+    grad_lse, each perhaps None, q, k, v, the union's out and lse, and the rest; it gives the gradients of q, k and v.
+    """
+
+    # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Part:
+        (attend, ctx.backward_of), q, _, *rest = args
+        tensors = [x for x in rest if isinstance(x, Tensor)]
+        ctx.save_for_backward(q, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.count = rest[len(tensors) :], len(rest)
+        with torch.autocast(q.device.type, enabled=False):  # or products of a softcap would be rounded to bfloat16
+            out, lse = attend(q, *rest)
+        ctx.mark_non_differentiable(out, lse)
+        return out, lse, *anchors(out, lse, q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:
+        q, k, v, *tables = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            grads = ctx.backward_of(grad_out, grad_lse, q, k, v, out, lse, *tables, *ctx.options)
+        return None, None, *grads, *[None] * (ctx.count - 2)
+
+
 class _Result(torch.autograd.Function):
     """Out and lse of the union; its backward sends the anchors of all parts what they stand for."""
 
@@ -182,6 +211,19 @@ def with_lse_gradient(grad_out: Tensor, out: Tensor, grad_lse: Tensor) -> tuple[
     square = torch.linalg.vecdot(direction, direction).unsqueeze(-1)
     size = torch.where(is_zero, 0, delta / (top * square).masked_fill(is_zero, 1))
     return grad_out, direction.mul_(size).to(out.dtype)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out ``[B, H, T, Dv]`` and lse ``[B, H, T]`` after sinks ``[H]`` or ``[H, n]`` join each row's denominator."""
+    sinks = sinks.to(lse.dtype)
+    if sinks.dim() == 2:
+        none = (sinks == -torch.inf).all(-1)  # there logsumexp has the gradient nan
+        sinks = sinks.masked_fill(none.unsqueeze(-1), 0).logsumexp(-1).masked_fill(none, -torch.inf)
+    sink = sinks.view(1, -1, 1)
+    # Rows without a key keep output 0, also for a sink of -inf.
+    # Not torch.sigmoid: its gradient has 1 - kept, which is all rounding error where the sink weighs little.
+    kept = torch.exp(torch.nn.functional.logsigmoid(torch.where(lse == -torch.inf, lse, lse - sink)))
+    return (out * kept.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink.expand_as(lse))
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:

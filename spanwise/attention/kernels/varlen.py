@@ -9,7 +9,7 @@ custom ops, as in `sdpa`. The rounds are contents of tensors, so a new plan need
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,12 @@ from spanwise import _torch
 from spanwise.attention.kernels._flops import count_flops
 from spanwise.attention.kernels._segments import Window, cut_rounds
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel, ScoreMod
-from spanwise.attention.kernels.merge import Part, anchors, lse_dtype, merge, union, with_lse_gradient
+from spanwise.attention.kernels.merge import OperatorPart, Part, lse_dtype, merge, union, with_lse_gradient
 from spanwise.masks.span_mask import SpanMask
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
+_aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,46 +123,31 @@ class Varlen(Kernel):
         self, queries: Tensor, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> Part:
         tables = [getattr(chunk.tables, f.name) for f in dataclasses.fields(chunk.tables)]
-        return _Part.apply(queries, k, v, *tables, options.scale_for(queries))
-
-
-class _Part(torch.autograd.Function):
-    # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Part:
-        *tensors, ctx.scale = args
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        out, lse = torch.ops.spanwise.varlen(*args)
-        ctx.mark_non_differentiable(out, lse)
-        return out, lse, *anchors(out, lse, out.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, _: Any, __: Any, grad_out: Any, out: Tensor, grad_lse: Any, lse: Tensor) -> tuple[Any, ...]:
-        q, k, v, *tables = ctx.saved_tensors
-        grads = torch.ops.spanwise.varlen_backward(grad_out, grad_lse, q, k, v, out, lse, *tables, ctx.scale)
-        return *grads, *[None] * (len(tables) + 1)
+        return OperatorPart.apply(_OPERATORS, queries.detach(), queries, k, v, *tables, options.scale_for(queries))
 
 
 # --- rounds -------------------------------------------------------------------------------------------------------
 
 
-class Flash(NamedTuple):
-    """A variable-length attention kernel. Shapes as in `torch.nn.attention.varlen`: ``[tokens, heads, W]``.
-
-    Attributes:
-        forward: ``(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (out, lse [H, tokens])``. Its
-            results for rows without keys are not used.
-        backward: ``(grad_out, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, scale, window) -> (dq, dk, dv)``. It
-            reads `out` only as ``(grad_out * out).sum(-1)``, and nothing of rows without keys. Its results for rows
-            without keys and for keys without queries are not used.
-    """
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    """torch's flash kernel as `varlen_attn` calls it; `call` is (cu_seq_q, cu_seq_k, max_q, max_k, scale, window)."""
+    *sequences, scale, window = call
+    out, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, *sequences, 0.0, window == (-1, 0), False,
+        scale=scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
+    return out, lse
 
 
-FLASH = Flash(_torch.flash_forward, _torch.flash_backward)
+def flash_backward(grad_out: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward, of (grad_out, q, k, v, out, lse, then as there); it reads out in ``(grad_out * out).sum(-1)``."""
+    *given, scale, window = call
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_out.device), torch.empty(0, device=grad_out.device)
+    dq, dk, dv = _aten._flash_attention_backward(
+        grad_out, *given, 0.0, window == (-1, 0), *no_dropout,
+        scale=scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 class _Call(NamedTuple):
@@ -175,11 +161,8 @@ class _Call(NamedTuple):
 
 _MOST_SEQUENCES = 65535  # CUDA: they are the second axis of the launch grid
 
-Tables = Sequence[Tensor]
-"""The fields of `VarlenTables`."""
 
-
-def _calls(batch: int, tables: Tables) -> Iterator[_Call]:
+def _calls(batch: int, tables: Sequence[Tensor]) -> Iterator[_Call]:
     """The rounds of the tables; those of a single row are repeated for every batch row."""
     calls, cu_seq_q, cu_seq_k, rows, keys = tables
     repeats = batch // rows.shape[1]
@@ -226,14 +209,17 @@ def _width(q: Tensor, v: Tensor) -> int:
     return -(-max(q.shape[3], v.shape[3]) // 8) * 8
 
 
-def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, tables: Tables, scale: float) -> tuple[Tensor, Tensor]:
-    """Out and lse of `varlen`, computed by ``flash``."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, calls: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, rows: Tensor, keys: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Out and lse."""
     batch, heads, q_len, _ = q.shape
     width = _width(q, v)
     q_flat, k_flat, v_flat = (_flat(x, width) for x in (q, k, v))
     total: tuple[Tensor, Tensor] | None = None
-    for call in _calls(batch, tables):
-        out, lse = flash.forward(q_flat, k_flat, v_flat, *call.sequences, scale, call.window)
+    for call in _calls(batch, (calls, cu_seq_q, cu_seq_k, rows, keys)):
+        out, lse = flash_forward(q_flat, k_flat, v_flat, *call.sequences, scale, call.window)
         out.masked_fill_(~call.rows.unsqueeze(2), 0)
         lse = lse.mT.masked_fill_(~call.rows, float("-inf"))
         total = (out, lse) if total is None else union(*total, out, lse)
@@ -245,10 +231,10 @@ def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, tables: Tables, scale
 
 
 def backward(
-    flash: Flash, grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, tables: Tables, scale: float,
+    grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    calls: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, rows: Tensor, keys: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, computed by ``flash``.
+    """Gradients of q, k and v.
 
     Every round gets the lse and the out of all rounds together. So it recomputes the softmax over the whole row, as
     ring attention does (Liu et al., 2023), and the merge needs no gradient.
@@ -262,13 +248,13 @@ def backward(
     q_flat, k_flat, v_flat, grad_flat, out_flat = (_flat(x, width) for x in (q, k, v, grad_out, out))
     lse_flat = lse.masked_fill(is_empty, 0).transpose(0, 1).flatten(1).contiguous()
     total: list[Tensor] | None = None
-    for call in _calls(batch, tables):
-        grads = flash.backward(
+    for call in _calls(batch, (calls, cu_seq_q, cu_seq_k, rows, keys)):
+        grads = flash_backward(
             grad_flat, q_flat, k_flat, v_flat, out_flat, lse_flat, *call.sequences, scale, call.window
         )
         read = (call.rows.unsqueeze(2), call.keys, call.keys)
         parts = [grad.masked_fill_(~where, 0) for grad, where in zip(grads, read, strict=True)]
-        if len(tables[0]) > 1:
+        if len(calls) > 1:
             parts = [part.to(lse_dtype(q)) for part in parts]
         total = parts if total is None else [a.add_(b) for a, b in zip(total, parts, strict=True)]
     if total is None:
@@ -280,27 +266,13 @@ def backward(
 
 # --- operators -----------------------------------------------------------------------------------------------------
 
-
-@torch.library.custom_op("spanwise::varlen", mutates_args=(), device_types="cuda")
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, calls: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, rows: Tensor, keys: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return forward(FLASH, q, k, v, (calls, cu_seq_q, cu_seq_k, rows, keys), scale)
+_varlen = torch.library.custom_op("spanwise::varlen", mutates_args=(), device_types="cuda")(forward)
+_varlen_backward = torch.library.custom_op("spanwise::varlen_backward", mutates_args=(), device_types="cuda")(backward)
 
 
 @_varlen.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_by_head(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
-
-
-@torch.library.custom_op("spanwise::varlen_backward", mutates_args=(), device_types="cuda")
-def _varlen_backward(
-    grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    calls: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, rows: Tensor, keys: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tables = (calls, cu_seq_q, cu_seq_k, rows, keys)
-    return backward(FLASH, grad_out, grad_lse, q, k, v, out, lse, tables, scale)
 
 
 @_varlen_backward.register_fake
@@ -309,3 +281,4 @@ def _(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
 
 
 count_flops(torch.ops.spanwise.varlen, torch.ops.spanwise.varlen_backward)
+_OPERATORS = torch.ops.spanwise.varlen, torch.ops.spanwise.varlen_backward

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spanwise import _torch
-from spanwise.attention import failure
+from spanwise.attention import executor
 from spanwise.attention.call_log import Call
 from spanwise.attention.compare import mesh_ranks, record
 
@@ -57,7 +57,7 @@ def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, models: Sequence[tupl
     weights = _total([x.checksum(model, mesh) for model, x in models if torch.is_grad_enabled()])
     device = _torch.comparison_device(mesh.get_group(0))
     sums = torch.stack([x.to(device) for x in (_total([_checksum(x.detach()) for x in tensors]), weights)])
-    extremes = failure.all_reduce(torch.stack([sums, -sums]), "max", mesh, "checksums")
+    extremes = executor.all_reduce(torch.stack([sums, -sums]), "max", mesh, "checksums")
     same_batch, same_weights = (extremes[0] == -extremes[1]).tolist()
     if not same_batch:
         raise ValueError("the ranks of the cp mesh got different batches of equal lengths; give all of them the same")

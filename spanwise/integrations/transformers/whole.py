@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spanwise
 from spanwise import _torch
-from spanwise.attention import failure
+from spanwise.attention import executor
 from spanwise.integrations.transformers.batches import ARGUMENT, PlannedBatch, is_packed
 from spanwise.integrations.transformers.inputs import by_name, prepare, site_of
 
@@ -81,7 +81,7 @@ class Step:
         flows = any(x.grad is not None and x.grad.nan_to_num(0.0, 0.0, 0.0).any() for x, *_ in self.filled)
         extremes = torch.stack([value, -value, torch.tensor(float(flows))])
         extremes = extremes.to(_torch.comparison_device(self.mesh.get_group()))
-        largest, smallest, reads = failure.all_reduce(extremes, "max", self.mesh, "a loss").tolist()
+        largest, smallest, reads = executor.all_reduce(extremes, "max", self.mesh, "a loss").tolist()
         if reads or largest + smallest > 1e-6 * max(abs(largest), abs(smallest)):  # accelerators may round apart
             raise ValueError(
                 f"the loss reads the model's outputs at padding, which are noise: it is {-smallest} to {largest} on "
