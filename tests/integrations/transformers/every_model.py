@@ -1,18 +1,16 @@
 """Every causal language model and every model of images and text of transformers, made small, on two ranks.
 
-    python -m tests.integrations.transformers.every_model --out benchmarks/results/huggingface-models.json
+    python -m tests.integrations.transformers.every_model  # writes benchmarks/results/huggingface-models.json
 
 Each is trained on batches of several documents and compared with one forward a document: those of text on one packed
 batch, those of images on packed and padded ones, with pixels of images that go through the model's own encoder. The
-result says for each model type whether it is exact, refused (and why), or could not be made small by `small.py`, so
-that nothing is known about it.
+result says for each model type whether it is exact, refused (and why), or could not be made small by `tiny.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -32,7 +30,6 @@ from tests.integrations.transformers import images, tiny
 
 LENGTHS = (23, 41, 7, 30)
 BESIDE_IMAGES = (22, 31, 17)  # tokens of text of three documents
-SECONDS = 120  # for one model
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "huggingface-models.json"
 
 
@@ -82,8 +79,8 @@ def _compared(model: Any, batch: dict[str, Any], want: Any, reference: Callable[
     return found | {"status": "exact" if exact else "differs", "text": f"gradient of {name}"}
 
 
-def examine(kind: str) -> dict[str, Any]:
-    """What becomes of one type of causal language models; of its text model, where it has encoders of images."""
+def _of_text(kind: str) -> dict[str, Any]:
+    """One type of causal language models; its text model, where it has encoders of images."""
     documents = tiny.documents_of(LENGTHS)
 
     def make() -> Any:
@@ -96,16 +93,12 @@ def examine(kind: str) -> dict[str, Any]:
         config._attn_implementation = "eager"
         return tiny.randomized(cls._from_config(config).float().train())
 
-    def describe(model: Any) -> Any:
-        return {"packed": tiny.packed(documents)}, lambda attention: tiny.reference(
-            model, documents, attention=attention
-        )
-
-    return _examined(make, describe)
+    batches = {"packed": tiny.packed(documents)}
+    return _examined(make, lambda model: (batches, lambda kind: tiny.reference(model, documents, attention=kind)))
 
 
-def examine_with_images(kind: str) -> dict[str, Any]:
-    """What becomes of one type of models of images and text."""
+def _with_images(kind: str) -> dict[str, Any]:
+    """One type of models of images and text."""
 
     def describe(model: Any) -> Any:
         tokens = images.tokens_of(kind, model)
@@ -121,34 +114,24 @@ def examine_with_images(kind: str) -> dict[str, Any]:
     return _examined(lambda: images.model_of(kind), describe)
 
 
-def _give_up(*_: Any) -> None:
-    raise TimeoutError(f"took longer than {SECONDS} s")
+EXAMINE = {"models": _of_text, "with_images": _with_images}
 
 
-def main() -> None:
-    """Examine all model types, or those that are named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", help="model types; default: all")
-    parser.add_argument("--out", type=Path, help="where to write JSON")
-    options = parser.parse_args()
+def main(named: list[str]) -> None:
+    """Examine the named model types; all, if there are none, and write down what became of them."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _give_up)
-    start = time.time()
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    start, versions = time.time(), {"transformers": transformers.__version__, "torch": torch.__version__}
     result: dict[str, Any] = {"versions": versions, "ranks": 2, "lengths": LENGTHS}
-    lists = {"models": (examine, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "with_images": (examine_with_images, WITH_IMAGES)}
-    for name, (what, known) in lists.items():
+    for name, known in (("models", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), ("with_images", WITH_IMAGES)):
         rows = result[name] = {}
-        for kind in sorted(k for k in known if k in (options.kinds or known)):
-            signal.alarm(SECONDS)
-            rows[kind] = what(kind)
-            signal.alarm(0)
+        for kind in sorted(k for k in known if k in (named or known)):
+            rows[kind] = EXAMINE[name](kind)
             print(f"{name:12s} {kind:28s}", *rows[kind].values(), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(result | {"seconds": time.time() - start}, indent=1) + "\n")
+    if not named:
+        RESULTS.write_text(json.dumps(result | {"seconds": time.time() - start}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -13,23 +13,40 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import datasets
+import peft
 import torch
+import transformers
+import trl
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 
+from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import images, tiny
 
 WORDS = 96  # of the tokenizer, below the vocabulary of the models
+Rows = list[dict[str, Any]]
+# Names that are logged and compared, by trainer.
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen", "total_flos", "train_loss")
+_OF_PREFERENCES = (*LOGGED, "logps/chosen", "logits/rejected", "num_tokens", "entropy")
+NAMES = {
+    "": LOGGED,
+    "SFT": (*LOGGED, "num_tokens", "entropy", "mean_token_accuracy"),
+    "DPO": (*_OF_PREFERENCES, "rewards/margins", "rewards/accuracies", "mean_token_accuracy"),
+    "KTO": (*_OF_PREFERENCES, "kl", "rewards/chosen"),
+    "GRPO": ("loss", "grad_norm", "reward", "reward_std", "entropy", "num_input_tokens_seen"),
+}
+OF_EVALUATION = {"SFT": ("eval_loss", "eval_entropy"), "GRPO": ("eval_loss", "eval_reward")}
 # 7 is odd: the last batch is not full.
 EVALUATED: dict[str, Any] = dict(eval_count=7, eval_strategy="steps", eval_steps=3)
 _FSDP_CONFIG = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
-FSDP: dict[str, Any] = dict(
-    fsdp=True, fsdp_config=_FSDP_CONFIG | {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-)
+_FSDP_CONFIG |= {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 
 
 def run(rank: int, mesh: Any, made: Callable[..., Any], cut: bool = True, **options: Any) -> Any:
     """``made(cls, **options)`` on a rank, where ``cls(base)`` is the trainer's class."""
-    from spanwise.integrations import transformers as hf
 
     def cls(base: Any) -> Any:
         base = sharded(base) if options.get("fsdp") else base
@@ -40,31 +57,25 @@ def run(rank: int, mesh: Any, made: Callable[..., Any], cut: bool = True, **opti
 
 
 def compare(
-    pool: Any,
-    made: Any,
-    *names: str,
-    dp: int = 1,
-    cp: int = 2,
-    shard: bool = False,
-    close: float = 1e-5,
-    **options: Any,
-) -> list[Any]:
-    """Every rank under context parallelism against as many processes as there are cp groups."""
-    axes: dict[str, Any] = dict(mesh_shape=(dp,), mesh_dim_names=("dp",))
-    want = pool.run(dp, run, made, cut=False, **axes, **options)[0]
-    axes = dict(mesh_shape=(dp, cp), mesh_dim_names=("dp_shard", "cp"))
-    got = pool.run(dp * cp, run, made, **axes, **options, **(FSDP if shard else {}))
+    pool: Any, made: Any, *names: str, dp: int = 1, cp: int = 2, shard: bool = False, close: float = 1e-5,
+    axes: tuple[str, str] = ("dp_shard", "cp"), **options: Any,
+) -> list[Any]:  # fmt: skip
+    """Every rank under context parallelism, and first a process that is one of as many as there are cp groups."""
+    kind = options.get("kind", "")
+    names += NAMES[kind] + (OF_EVALUATION.get(kind, ("eval_loss",)) if "eval_count" in options else ())
+    want = pool.run(dp, run, made, cut=False, mesh_dim_names=("dp",), **options)[0]
+    shape = (dp, cp) if axes[1] == "cp" else (cp, dp)
+    options |= dict(fsdp=True, fsdp_config=_FSDP_CONFIG) if shard else {}
+    got = pool.run(dp * cp, run, made, mesh_shape=shape, mesh_dim_names=axes, **options)
     for result in got:
         assert result["sharded"] is shard
         check(result, want, *names, close=close)
-    return [*got, want]
+    return [want, *got]
 
 
 @contextlib.contextmanager
 def fresh_process(rank: int, world: int) -> Iterator[None]:
     """Without what an earlier run left in accelerate, with torchrun's variables, and silent."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world) if world > 1 else {}
     names |= {"OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1, "HF_HUB_DISABLE_TELEMETRY": 1}
     before = dict(os.environ)
@@ -84,8 +95,6 @@ def fresh_process(rank: int, world: int) -> Iterator[None]:
 
 def sharded(base: Any) -> Any:
     """`base` with accelerate's FSDP2, which accelerate takes for accelerators alone, on the CPU."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     class Sharded(base):
         def create_accelerator_and_postprocess(self) -> None:
@@ -104,42 +113,32 @@ def sharded(base: Any) -> Any:
 
 def model_of(name: str, lora: str = "", **changes: Any) -> Any:
     """A tiny model; with adapters, if they are "given" to the trainer."""
-    if name in images.MODELS:
-        return images.model_of(name)
-    model = tiny.model_of(name, **changes)
-    if lora != "given":
-        return model
-    import peft
-
+    model = images.model_of(name) if name in images.MODELS else tiny.model_of(name, **changes)
     torch.manual_seed(11)
-    return peft.get_peft_model(model, adapter())
+    return peft.get_peft_model(model, adapter()) if lora == "given" else model
 
 
 def adapter() -> Any:
-    import peft
-
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
 
 def documents(count: int, seed: int = 0) -> Any:
     """A dataset of `input_ids` and `labels`, some of which do not count."""
-    import datasets
-
-    draw = torch.Generator().manual_seed(seed)
-    rows: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+    draw, rows = torch.Generator().manual_seed(seed), []
     for _ in range(count):
-        length = int(torch.randint(8, 41, (), generator=draw))
-        ids = torch.randint(3, WORDS, (length,), generator=draw)
-        skip = torch.rand(length, generator=draw) > 0.8
-        rows["input_ids"].append(ids.tolist())
-        rows["labels"].append(ids.masked_fill(skip, -100).tolist())
-    return datasets.Dataset.from_dict(rows)
+        ids = _words(draw, 8, 41)
+        skipped = torch.rand(len(ids), generator=draw) > 0.8
+        rows.append({"input_ids": ids.tolist(), "labels": ids.masked_fill(skipped, -100).tolist()})
+    return datasets.Dataset.from_list(rows)
+
+
+def _words(draw: torch.Generator, low: int, high: int) -> torch.Tensor:
+    length = int(torch.randint(low, high, (), generator=draw))
+    return torch.randint(3, WORDS, (length,), generator=draw)
 
 
 def with_images(count: int, seed: int = 0) -> Any:
     """Documents of which two of three hold an image."""
-    import datasets
-
     lengths = torch.randint(14, 40, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     ids = images.documents_of(tuple(lengths), tuple(index % 3 != 1 for index in range(count)))
     return datasets.Dataset.from_list([{"input_ids": x.tolist()} for x in ids])
@@ -147,16 +146,12 @@ def with_images(count: int, seed: int = 0) -> Any:
 
 def preferences(count: int, seed: int = 3) -> Any:
     """Prompts with a chosen and a rejected answer, as words of `tokenizer`."""
-    import datasets
+    draw, sizes = torch.Generator().manual_seed(seed), {"prompt": (3, 9), "chosen": (4, 20), "rejected": (4, 20)}
 
-    draw = torch.Generator().manual_seed(seed)
+    def text(name: str) -> str:
+        return " " * (name != "prompt") + " ".join(map(str, _words(draw, *sizes[name]).tolist()))
 
-    def words(low: int, high: int) -> str:
-        length = int(torch.randint(low, high, (), generator=draw))
-        return " ".join(map(str, torch.randint(3, WORDS, (length,), generator=draw).tolist()))
-
-    rows = [dict(prompt=words(3, 9), chosen=" " + words(4, 20), rejected=" " + words(4, 20)) for _ in range(count)]
-    return datasets.Dataset.from_list(rows)
+    return datasets.Dataset.from_list([{name: text(name) for name in sizes} for _ in range(count)])
 
 
 def completions(count: int) -> Any:
@@ -166,51 +161,46 @@ def completions(count: int) -> Any:
 
 def tokenizer() -> Any:
     """Words "3", "4", … as tokens; made in code."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = ["<pad>", "<s>", "</s>", *map(str, range(3, WORDS))]
     inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokens = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **tokens)
 
 
-def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def pad(rows: Rows) -> dict[str, torch.Tensor]:
     """A batch padded on the right."""
     ids = [torch.tensor(row["input_ids"]) for row in rows]
     labels = [torch.tensor(row.get("labels", row["input_ids"])) for row in rows]
     return tiny.padded(ids, "right") | {"labels": tiny.padded(labels, "right")["labels"]}
 
 
-def pack(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def pack(rows: Rows) -> dict[str, torch.Tensor]:
     """A batch of one row, in which first tokens of documents have a label, which no token of theirs predicts."""
     return tiny.packed([torch.tensor(row["input_ids"]) for row in rows])
 
 
-def pack_labelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def pack_labelled(rows: Rows) -> dict[str, torch.Tensor]:
     """The same without these labels."""
     batch = pack(rows)
     return batch | {"labels": batch["labels"].masked_fill(batch["position_ids"] == 0, -100)}
 
 
-def pad_at_random(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def pad_at_random(rows: Rows) -> dict[str, torch.Tensor]:
     """A batch with random tokens, which differ between processes."""
-    batch = pad(rows)
-    random = torch.randint(3, WORDS, batch["input_ids"].shape, generator=torch.Generator().manual_seed(os.getpid()))
-    return batch | {"input_ids": random}
+    batch, draw = pad(rows), torch.Generator().manual_seed(os.getpid())
+    return batch | {"input_ids": torch.randint(3, WORDS, batch["input_ids"].shape, generator=draw)}
 
 
-def flattened(rows: list[dict[str, Any]]) -> Any:
+def flattened(rows: Rows) -> Any:
     """A batch of transformers' collator, with offsets for flash attention."""
-    from transformers import DataCollatorWithFlattening
-
-    return DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
 
 
 def collator_of(model: str) -> Any:
     """A collator of `with_images`."""
 
-    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def collate(rows: Rows) -> dict[str, torch.Tensor]:
         batch = pad(rows)
         held = sum(images.holds_image(torch.tensor(row["input_ids"])) for row in rows)
         pixels = images.pixels_of(model, held, seed=len(rows[0]["input_ids"])) if held else {}
@@ -226,14 +216,10 @@ def digits(completions: list[Any], **_: Any) -> list[float]:
 
 def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """Completions that depend on prompt and step alone."""
-    first = trainer.accelerator.process_index * len(prompts)
-    completions = []
-    for index in range(first, first + len(prompts)):
-        draw = torch.Generator().manual_seed(trainer._step * 1000 + index)
-        length = int(torch.randint(2, 12, (), generator=draw))
-        completions.append(torch.randint(3, WORDS, (length,), generator=draw).tolist())
+    first = trainer._step * 1000 + trainer.accelerator.process_index * len(prompts)
+    drawn = [_words(torch.Generator().manual_seed(first + i), 2, 12).tolist() for i in range(len(prompts))]
     ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
-    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[0.0] * len(c) for c in completions]}
+    return {"prompt_ids": ids, "completion_ids": drawn, "logprobs": [[0.0] * len(c) for c in drawn]}
 
 
 # --- trainers -------------------------------------------------------------------------------------------------------
@@ -251,33 +237,18 @@ def arguments(kind: Any, **changes: Any) -> Any:
 
 
 def train(
-    cls: Any,
-    kind: str = "",
-    model: str = "llama",
-    lora: str = "",
-    data: Any = None,
-    collator: Any = None,
-    eval_count: int = 0,
-    saved: str | None = None,
-    resume: str | None = None,
-    predict: bool = False,
-    more: Any = None,
-    config: Any = None,
-    **changes: Any,
-) -> Any:
+    cls: Any, kind: str = "", model: str = "llama", lora: str = "", data: Any = None, collator: Any = None,
+    eval_count: int = 0, saved: str | None = None, resume: str | None = None, predict: bool = False, more: Any = None,
+    config: Any = None, **changes: Any,
+) -> Any:  # fmt: skip
     """`transformers.Trainer`, or trl's trainer of a `kind`: "SFT", "DPO", "KTO" or "GRPO"."""
-    import transformers
-
     more, of_images = dict(more or {}), model in images.MODELS
     made, of_documents = model_of(model, lora, **(config or {})), with_images if of_images else documents
+    base, arguments_of = transformers.Trainer, transformers.TrainingArguments
     if kind:
-        import trl
-
         base, arguments_of = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
         more |= {"processing_class": tokenizer(), "peft_config": adapter() if lora == "made" else None}
         changes = {"max_length": 64} | changes if kind != "GRPO" else changes
-    else:
-        base, arguments_of = transformers.Trainer, transformers.TrainingArguments
     if kind in ("DPO", "KTO"):
         of_documents = preferences
         more |= {"ref_model": None if lora else model_of(model, seed=1)}
@@ -298,29 +269,19 @@ def train(
         **more,
     )
     trainer.train(resume_from_checkpoint=resume)
-    result = result_of(trainer)
+    parameters = dict(trainer.model.named_parameters())
+    weights = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in parameters.items()}
+    sharded = any(isinstance(p, DTensor) for p in parameters.values())  # the root's are whole after an evaluation
+    result = {"logs": trainer.state.log_history, "weights": weights, "sharded": sharded}
     if predict:
         out = trainer.predict(documents(5, seed=6))
         result |= {"predictions": out.predictions, "label_ids": out.label_ids}
     return result
 
 
-def result_of(trainer: Any) -> dict[str, Any]:
-    """What a run logged, its weights, and whether they are sharded."""
-    from torch.distributed.tensor import DTensor
-
-    parameters = dict(trainer.model.named_parameters())
-    weights = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters.items()
-    }
-    sharded = any(isinstance(p, DTensor) for p in parameters.values())  # the root's are whole after an evaluation
-    return {"logs": trainer.state.log_history, "weights": weights, "sharded": sharded}
-
-
 def check(got: dict[str, Any], want: dict[str, Any], *names: str, close: float = 1e-5) -> None:
     """Both runs logged the same, and `names` among it; counts are equal, and weights within 10 times `close`."""
-    assert len(got["logs"]) == len(want["logs"])
-    assert set(names) <= set().union(*want["logs"])
+    assert len(got["logs"]) == len(want["logs"]) and set(names) <= set().union(*want["logs"])
     apart = []
     for a, b in zip(got["logs"], want["logs"], strict=True):
         for name in (n for n in names if n in b):
@@ -328,8 +289,6 @@ def check(got: dict[str, Any], want: dict[str, Any], *names: str, close: float =
             limit = 0 if name.startswith("num_") else close * max(floor, abs(b[name]))
             if not abs(a[name] - b[name]) <= limit:
                 apart.append(f"step {b['step']}: {name} is {a[name]} instead of {b[name]}")
-    for name, x in want["weights"].items():
-        distance = (got["weights"][name] - x).abs().max().item()
-        if distance > 10 * close:
-            apart.append(f"{name} is {distance:.1e} apart")
+    distances = {name: (got["weights"][name] - x).abs().max().item() for name, x in want["weights"].items()}
+    apart += [f"{name} is {distance:.1e} apart" for name, distance in distances.items() if distance > 10 * close]
     assert not apart, "\n".join(apart[:20])

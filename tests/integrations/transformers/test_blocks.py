@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -30,26 +29,13 @@ _PER_LAYER = dict(use_bidirectional_attention="vision", hidden_size_per_layer_in
 
 def model_of(name: str) -> Any:
     """Small Gemma 4s of the other sizes amplify rounding."""
-    if name == "hrm_text":
-        return tiny.model_of(name)
     if not name.startswith("gemma4"):
-        return images.model_of(name)
+        return tiny.model_of(name) if name == "hrm_text" else images.model_of(name)
+    tokens: dict[str, Any] = dict(image_token_id=150, video_token_id=151, audio_token_id=154, vision_config=None)
     text = _TEXT | (_PER_LAYER if name == "gemma4" else {})
-    tokens = dict(image_token_id=150, video_token_id=151, audio_token_id=154)
-    config = AutoConfig.for_model(name, text_config=text, vision_config=None, audio_config=None, **tokens)
+    config = AutoConfig.for_model(name, text_config=text, audio_config=None, **tokens)
     torch.manual_seed(0)
     return tiny.randomized(transformers.AutoModelForImageTextToText.from_config(config).float()).train()
-
-
-def _marks(documents: tiny.Documents, values: tuple[int, int, int]) -> list[torch.Tensor]:
-    """Two blocks a document, of which the first is longer than the window."""
-    marks = []
-    for document in documents:
-        mark = torch.full_like(document, values[0])
-        mark[2 : 2 + len(document) // 2] = values[1]
-        mark[len(document) - 3 : -1] = values[2]
-        marks.append(mark)
-    return marks
 
 
 def _batch(form: str, name: str, marks: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -60,11 +46,15 @@ def _batch(form: str, name: str, marks: list[torch.Tensor]) -> dict[str, torch.T
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_that_read_each_other(name: str) -> None:
-    (argument, values), model = MODELS[name], model_of(name)
-    marks = _marks(DOCUMENTS, values)
+    """Two blocks a document, of which the first is longer than the window."""
+    (argument, (causal, first, second)), model = MODELS[name], model_of(name)
+    plain = [torch.full_like(d, causal) for d in DOCUMENTS]
+    marks = [mark.clone() for mark in plain]
+    for mark in marks:
+        mark[2 : 2 + len(mark) // 2] = first
+        mark[len(mark) - 3 : -1] = second
     want = tiny.reference(model, DOCUMENTS, [{argument: m[None]} for m in marks])
-    causal = tiny.reference(model, DOCUMENTS, [{argument: torch.full_like(m, values[0])[None]} for m in marks])
-    assert tiny.errors(causal, want)[1] > 0.1  # the marks count
+    assert tiny.errors(tiny.reference(model, DOCUMENTS, [{argument: m[None]} for m in plain]), want)[1] > 0.1
     for form in ("position_ids", "left", "right") if name == "paligemma" else ("position_ids",):
         tiny.check(tiny.train(model, _batch(form, argument, marks), 3, block_size=4), want)
 
@@ -86,17 +76,3 @@ def test_text_models_without_a_rule() -> None:
     batch["mm_token_type_ids"][0, 3:7] = 1
     with pytest.raises(ValueError, match="tokens of an image or video read each other"):
         hf.make_plan(batch, config, 2)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "molmo2"])
-def test_masks(name: str) -> None:
-    """Dense masks are the union of the documents' and the blocks', which end with their document."""
-    marks = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 0]])
-    offsets = torch.tensor([0, 3, 8])
-    argument, config = MODELS[name][0], model_of(name).config
-    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "cu_seq_lens_q": offsets, argument: marks}
-    document = np.array([0, 0, 0, 1, 1, 1, 1, 1])
-    causal = np.tril(np.ones((8, 8), bool)) & (document[:, None] == document)
-    block = np.array([-1, 0, 0, 1, -2, 2 if name == "gemma3" else 1, 2 if name == "gemma3" else 1, -3])
-    mask = hf.make_plan(batch, config, 1).masks["full_attention"]
-    assert (mask.dense()[0] == (causal | (block[:, None] == block))).all()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import spanwise
 from spanwise.integrations import transformers as hf
+from spanwise.integrations.transformers.agreement import check_same
 from spanwise.integrations.transformers.batches import find_documents
 from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
@@ -42,10 +43,13 @@ def _all_of(model: Any, folder: Path) -> dict[str, Any]:
     return found | dict(again=AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits)
 
 
-_NAMES = ("llama", "gemma3", "gpt2", "qwen3_next", "jamba", "lfm2", "deepseek_v32")
-
-
-@pytest.mark.parametrize(("name", "attention"), [*product(_NAMES, ("sdpa", "eager")), ("hy_v4", "eager")])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("llama", "sdpa"), ("llama", "eager"), ("gemma3", "eager"), ("gpt2", "sdpa"), ("qwen3_next", "sdpa"),
+        ("jamba", "eager"), ("lfm2", "sdpa"), ("deepseek_v32", "sdpa"), ("deepseek_v32", "eager"), ("hy_v4", "eager"),
+    ],
+)  # fmt: skip
 def test_without_a_plan(name: str, attention: str, tmp_path: Path) -> None:
     model = tiny.model_of(name, attention=attention)
     want = _all_of(copy.deepcopy(model), tmp_path / "before")
@@ -114,12 +118,8 @@ def test_three_rows_of_positions_that_start_anew() -> None:
     assert _starts(positions) == _starts(torch.cat([counts, positions])) == [0, 12, 13, 25]
     frames = torch.tensor([[1, 1, 1, 1], [1, 2, 1, 2], [1, 1, 1, 1]])  # of a video, so fast that they share a time
     assert _starts(torch.cat([torch.zeros(3, 1, dtype=torch.long), frames], 1)[:, None]) == [0, 5]
-
-
-def test_positions_without_a_sign() -> None:
-    """Differences of uint8 are never negative."""
-    positions = torch.tensor([[0, 1, 2, 0, 1]], dtype=torch.uint8)
-    assert _starts(positions, attention_mask=torch.ones(1, 5)) == _starts(positions.expand(3, 1, 5)) == [0, 3, 5]
+    unsigned = torch.tensor([[0, 1, 2, 0, 1]], dtype=torch.uint8)  # differences of uint8 are never negative
+    assert _starts(unsigned, attention_mask=torch.ones(1, 5)) == _starts(unsigned.expand(3, 1, 5)) == [0, 3, 5]
 
 
 @pytest.mark.parametrize("longer", [False, True], ids=["alone", "a longer batch before the backward"])
@@ -132,7 +132,59 @@ def test_a_checkpoint_around_a_model_whose_frequencies_depend_on_the_length(long
         loss = checkpoint(lambda: model(**batch).loss, use_reentrant=False)
         if longer:
             model(**long)
-        loss.backward()
-        return loss.item(), tiny.gradients(model)
+        return tiny.differentiated(model, loss)
 
     tiny.check(tiny.train(model, short, act=step), step(copy.deepcopy(model), short))
+
+
+# --- ranks with different batches of equal lengths, or other parameters: an error on every rank ----------------------
+
+GIVEN = {
+    "input_ids": torch.arange(6)[None], "inputs_embeds": torch.zeros(2), "pixels": torch.linspace(-1, 1, 12).view(3, 4),
+    "task": "text", "num_items_in_batch": 10,
+}  # fmt: skip
+# What the last rank has otherwise; equal sums of tokens, and a batch with its rows exchanged, among them.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"input_ids": torch.tensor([[0, 1, 2, 3, 4, 6]])}, {"input_ids": torch.tensor([[0, 1, 2, 4, 3, 5]])},
+    {"pixels": GIVEN["pixels"] + torch.eye(3, 4) * 1e-6}, {"pixels": GIVEN["pixels"].flip(0)}, {"mask": torch.ones(1)},
+    {"num_items_in_batch": 11},
+)  # fmt: skip
+
+
+def test_another_batch_on_one_rank() -> None:
+    def checked(rank: int, mesh: DeviceMesh, other: dict[str, Any]) -> None:
+        check_same(GIVEN | (other if rank == mesh.size() - 1 else {}), mesh, [])
+
+    for other in OTHERS:
+        with pytest.raises(ValueError, match="got different batches of equal lengths"):
+            run_ranks(3, checked, other)
+    for equal in ({}, {"inputs_embeds": torch.ones(2)}, {"task": "image"}):
+        run_ranks(3, checked, equal)
+
+
+@pytest.mark.parametrize(("step", "fused"), [(0, True), (1, False), (1, True), (2, True), (4, True)])
+def test_gradients_that_nobody_averages(step: int, fused: bool) -> None:
+    """Found at the first batch after the first step that nobody averages.
+
+    Fused optimizers, the default of Trainer, do not count versions of parameters on.
+    """
+
+    def steps(mine: Any, batch: Any) -> int:
+        if step == 0 and torch.distributed.get_rank() == 1:
+            mine.lm_head.weight.data[0, 0] += 1e-3
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, fused=fused)
+        for i in range(4):
+            try:
+                tiny.step(mine, batch)
+            except ValueError as error:
+                assert "parameters differ between ranks of the cp mesh" in str(error)
+                return i
+            if i != step - 1:
+                for x in mine.parameters():
+                    torch.distributed.all_reduce(x.grad)
+                    x.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+        return 4
+
+    assert tiny.train("llama", BATCH, act=steps) == [step, step]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -43,6 +44,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((name, "position_ids", ULYSSES) for name in ("gemma3", "bamba", "deepseek_v32", "hy_v4")),
     # The mixers of a head-tail plan run in a contiguous layout.
     *((name, "position_ids", dict(ranks=3, relayout=True)) for name in ("qwen3_next", "falcon_h1", "minimax")),
+    # No layer tells these from models without experts but the loss, which must not take the plan for a mask.
+    *((f"{name}, no attention", "position_ids", dict(ranks=2)) for name in ("jamba", "granitemoehybrid")),
 ]
 
 
@@ -57,19 +60,6 @@ def test_batches(name: str, form: str, layout: dict[str, Any]) -> None:
 
     act = relaid if layout.pop("relayout", False) else None
     tiny.check(tiny.train(model, batch, act=act, **layout), tiny.reference(model, documents))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("jamba", dict(attn_layer_period=9, attn_layer_offset=8)),
-        ("granitemoehybrid", dict(layer_types=["linear_attention"] * 3)),
-    ],
-)
-def test_an_auxiliary_loss_of_models_without_attention(name: str, changes: dict[str, Any]) -> None:
-    """No layer tells them from models without experts but the loss, which must not take the plan for a mask."""
-    model = tiny.model_of(name, output_router_logits=True, router_aux_loss_coef=0.1, **changes)
-    tiny.check(tiny.train(model, tiny.packed(DOCUMENTS)), tiny.reference(model, DOCUMENTS))
 
 
 @pytest.mark.parametrize("by", ["attention_mask", "cu_seq_lens_q"])
@@ -87,10 +77,21 @@ def test_picked_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selections matter, or the tests above would show nothing; queries may be scored in parts."""
     all_keys = tiny.reference(tiny.model_of("deepseek_v32", index_topk=64), DOCUMENTS)
     results = tiny.train("deepseek_v32", tiny.packed(DOCUMENTS))
-    with pytest.raises(AssertionError, match="differs"):
-        tiny.check(results, all_keys)
+    assert tiny.errors(tiny.mean_over_ranks(results), all_keys)[1] > 1e-3
     monkeypatch.setattr(indexed, "_SCORES", 100)
     tiny.check(tiny.train("deepseek_v32", tiny.packed(DOCUMENTS)), tiny.mean_over_ranks(results))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2", "mamba"])
+def test_bfloat16_rounds_no_more_than_on_one_device(name: str) -> None:
+    model, batch = tiny.model_of(name).bfloat16(), tiny.packed(DOCUMENTS)
+    want = tiny.reference(copy.deepcopy(model).float(), DOCUMENTS)
+    alone, cut = tiny.reference(model, DOCUMENTS), tiny.mean_over_ranks(tiny.train(model, batch))
+
+    def rounding(got: Any) -> float:
+        return sum((got[1][n].float() - x).norm().item() / x.norm().item() for n, x in want[1].items()) / len(want[1])
+
+    assert rounding(cut) <= 1.2 * rounding(alone)
 
 
 # Models of images whose batches are packed, too.
@@ -117,24 +118,20 @@ def test_images(name: str, form: str, held: bool) -> None:
     model = images.model_of(name)
     tokens, with_image = images.tokens_of(name, model), (held, name in images.ALWAYS, held)
     documents = images.documents_of((29, 31, 25), with_image, tokens)
-    results = tiny.train(
-        model, images.batch_of(name, documents, form, model), 3 if form == "packed" else 2, block_size=4
-    )
-    tiny.check(results, images.reference(name, model, documents))
+    batch, ranks = images.batch_of(name, documents, form, model), 3 if form == "packed" else 2
+    tiny.check(tiny.train(model, batch, ranks, block_size=4), images.reference(name, model, documents))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_videos(name: str) -> None:
     documents, video = images.with_video(name, images.documents_of((30, 23), (False, False)))
-    batch = tiny.padded(documents, "right")
+    batch, model = tiny.padded(documents, "right"), images.model_of(name)
     batch |= images.marks_of(name, batch["input_ids"]) | video
-    model = images.model_of(name)
     alone = [images.marks_of(name, document[None]) for document in documents]
-    alone[0] |= video
-    want = tiny.reference(model, documents, alone)
+    want = tiny.reference(model, documents, [alone[0] | video, alone[1]])
     tiny.check(tiny.train(model, batch, block_size=4), want)
-    alone[0] |= {"pixel_values_videos": -video["pixel_values_videos"]}
-    assert abs(tiny.reference(model, documents, alone)[0] - want[0]) > 1e-5  # the video counts
+    other = video | {"pixel_values_videos": -video["pixel_values_videos"]}
+    assert abs(tiny.reference(model, documents, [alone[0] | other, alone[1]])[0] - want[0]) > 1e-5  # the video counts
 
 
 @pytest.mark.slow
@@ -145,7 +142,33 @@ def test_all_models_are_as_the_guide_says(part: str) -> None:
     stored = json.loads(every_model.RESULTS.read_text())
     if stored["versions"]["transformers"] != transformers.__version__:
         pytest.skip("the results are of another version of transformers")
-    examine = every_model.examine if part == "models" else every_model.examine_with_images
     for kind, row in stored[part].items():
-        found = examine(kind)
+        found = every_model.EXAMINE[part](kind)
         assert found["status"] == row["status"], (kind, found)
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_plans_price_states_and_latents() -> None:
+    """Latents beside the states of other layers, too."""
+    batch = tiny.packed(DOCUMENTS)
+    (each,) = (hf.make_plan(batch, tiny.config_of("qwen3_next"), 2).recurrences or {}).values()
+    assert (each.layers, each.heads, each.key_dim, each.value_dim) == (2, 4, 8, 12)
+    for name in (*MIXERS, "llama"):
+        priced = hf.make_plan(batch, tiny.config_of(name), 2).recurrences
+        assert (priced is not None) == (name not in ("minimax", "llama")), name
+    for name, row in (("deepseek_v3", 24), ("kimi_linear", 24), ("llama", None)):
+        plan = hf.make_plan(batch, tiny.config_of(name), 2, num_q_heads=4, head_dim=24, v_head_dim=16)
+        sent = plan.recv_tokens("full_attention") * 2 * (row or 4 * (24 + 16))
+        assert plan.kv_row_dim == row and (plan.recv_bytes("full_attention") == sent).all() and sent.any(), name
+    both = [tiny.config_of(name) for name in ("deepseek_v3", "llama")]
+    assert hf.make_plan(batch, both, 2).kv_row_dim is None
+
+
+def test_a_model_without_attention_is_cut_into_runs() -> None:
+    """Nothing speaks against one run a rank, and the fewest states travel."""
+    plan = hf.make_plan(tiny.packed(DOCUMENTS), tiny.config_of("mamba2"), 4)
+    assert sorted(plan.masks) == ["linear_attention"]
+    assert [len(plan.layout.runs(rank)) for rank in range(4)] == [1] * 4
+    assert plan.layout.tokens_per_rank.max() <= 26

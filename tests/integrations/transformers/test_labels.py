@@ -18,21 +18,28 @@ from tests.integrations.transformers import tiny
 LENGTHS = (23, 41, 7, 30)
 DOCUMENTS = tiny.documents_of(LENGTHS)
 BATCH = tiny.packed(DOCUMENTS)
+NONE = {"labels": torch.full_like(BATCH["labels"], -100)}
 
 
-@pytest.mark.parametrize("form", ["packed", "left", "right"])
+def in_form(form: str, documents: tiny.Documents, labels: tiny.Documents) -> dict[str, torch.Tensor]:
+    """A batch of documents with labels of their own."""
+    batch = tiny.batch_of(documents, form)
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    return batch | {"labels": torch.full_like(batch["input_ids"], -100).masked_scatter(kept, torch.cat(labels))}
+
+
+@pytest.mark.parametrize("form", ["position_ids", "left", "right"])
 def test_ignored_labels(form: str) -> None:
     """Tokens without a label do not count, also where one rank has no other; labels may be int32."""
     labels = [d.clone() for d in DOCUMENTS]
     labels[0][:] = -100  # all that rank 0 of contiguous halves would score, and more
     labels[1][:30] = -100
     labels[3][5] = -100
-    batch = BATCH if form == "packed" else tiny.padded(DOCUMENTS, form)
-    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-    given = torch.full_like(batch["input_ids"], -100).masked_scatter(kept, torch.cat(labels)).int()
-    model = tiny.model_of("llama")
-    results = tiny.train(model, batch | {"labels": given}, balancer="contiguous")
+    batch, model = in_form(form, DOCUMENTS, labels), tiny.model_of("llama")
+    results = tiny.train(model, batch | {"labels": batch["labels"].int()}, balancer="contiguous")
     tiny.check(results, tiny.reference(model, DOCUMENTS, labels=labels))
+    for loss, gradients in tiny.train(model, BATCH | NONE):
+        assert loss == 0.0 and all(not x.any() for x in gradients.values())
 
 
 def test_labels_that_are_shifted_already() -> None:
@@ -72,19 +79,15 @@ def test_a_loss_without_gradients(name: str) -> None:
         assert got == pytest.approx([tiny.reference(model, DOCUMENTS)[0]] * 3, rel=3e-6)
 
 
-def test_no_label_at_all() -> None:
-    for loss, gradients in tiny.train("llama", BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}):
-        assert loss == 0.0 and all(not x.any() for x in gradients.values())
-
-
 def test_a_models_own_loss() -> None:
     """It gets labels that are shifted and cut, here to this rank's sum, whose mean over ranks is the loss."""
     model, total = tiny.model_of("llama"), sum(len(d) - 1 for d in DOCUMENTS)
 
+    def loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        return functional.cross_entropy(logits[0], labels[0], reduction="sum") / total * 2
+
     def own(mine: Any, batch: Any) -> Any:
-        mine.loss_function = lambda logits, labels, **_: (
-            functional.cross_entropy(logits[0], labels[0], reduction="sum") / total * 2
-        )
+        mine.loss_function = loss
         return tiny.step(mine, batch)
 
     results = tiny.train(model, BATCH, act=own, reduce_loss=False)
@@ -99,30 +102,24 @@ def _classifier(classes: int) -> Any:
 
 
 def test_token_classification() -> None:
-    """Labels are those of the tokens themselves."""
+    """Labels are those of the tokens themselves; bool and uint8 do not hold -100."""
     model, labels = _classifier(5), torch.cat([torch.randint(5, d.shape) for d in DOCUMENTS])
     labels[3:9] = -100
     alone = copy.deepcopy(model)
-    loss = functional.cross_entropy(torch.cat([alone(input_ids=d[None]).logits[0] for d in DOCUMENTS]), labels)
-    loss.backward()
-    want = loss.item(), tiny.gradients(alone)
+    logits = torch.cat([alone(input_ids=d[None]).logits[0] for d in DOCUMENTS])
+    want = tiny.differentiated(alone, functional.cross_entropy(logits, labels))
     tiny.check(tiny.train(model, BATCH | {"labels": labels[None]}), want)
 
     def own(mine: Any, batch: Any) -> Any:
-        arguments = hf.prepare(batch, mine)
-        mean = spanwise.cross_entropy(mine(**arguments).logits, arguments["labels"], site_of(mine).mesh)
-        mean.backward()
-        return mean.item(), tiny.gradients(mine)
+        given = hf.prepare(batch, mine)
+        loss = spanwise.cross_entropy(mine(**given).logits, given["labels"], site_of(mine).mesh)
+        return tiny.differentiated(mine, loss)
 
     tiny.check(tiny.train(model, BATCH | {"labels": labels[None]}, act=own, reduce_loss=False), want)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-def test_classes_of_few_tokens(dtype: torch.dtype) -> None:
-    """-100 is not of these types."""
-    ids, labels, model = torch.tensor([[5, 6, 7]]), torch.tensor([[1, 0, 1]], dtype=dtype), _classifier(2)
-    want = tiny.step(copy.deepcopy(model), {"input_ids": ids, "labels": labels.long()})
-    tiny.check(tiny.train(model, {"input_ids": ids, "labels": labels}, 3), want)
+    model, short = _classifier(2), {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[1, 0, 1]])}
+    for dtype in (torch.bool, torch.uint8):
+        given = short | {"labels": short["labels"].to(dtype)}
+        tiny.check(tiny.train(model, given, 3), tiny.step(copy.deepcopy(model), short))
 
 
 def test_an_auxiliary_loss_that_only_the_call_asks_for() -> None:
@@ -131,13 +128,10 @@ def test_an_auxiliary_loss_that_only_the_call_asks_for() -> None:
     want = tiny.reference(tiny.model_of(name), DOCUMENTS)
     silent = tiny.model_of(name, output_router_logits=False)
     tiny.check(tiny.train(silent, BATCH | {"output_router_logits": True}), want)
-
-    def of_tuple(mine: Any, batch: Any) -> Any:
-        loss = mine(**batch, return_dict=False)[0]
-        loss.backward()
-        return loss.item(), tiny.gradients(mine)
-
-    tiny.check(tiny.train(name, BATCH, act=of_tuple), want)
+    of_tuple = tiny.train(
+        name, BATCH, act=lambda mine, batch: tiny.differentiated(mine, mine(**batch, return_dict=False)[0])
+    )
+    tiny.check(of_tuple, want)
 
 
 def _rollouts(lengths: tuple[int, ...], prompt: int) -> tiny.Documents:
@@ -152,11 +146,8 @@ def test_completions_that_share_a_prompt(name: str, ranks: int) -> None:
     """Loss and gradients are those of the separate sequences; prompts without labels, one sequence twice."""
     sequences = _rollouts((9, 20, 1), 17)
     sequences.append(sequences[0])
-    batch, labels = tiny.padded(sequences, "left"), [s.index_fill(0, torch.arange(17), -100) for s in sequences]
-    batch["labels"] = torch.full_like(batch["labels"], -100).masked_scatter(
-        batch["attention_mask"].bool(), torch.cat(labels)
-    )
-    model, tree = tiny.model_of(name), hf.share_prefixes(batch)
+    labels = [s.index_fill(0, torch.arange(17), -100) for s in sequences]
+    model, tree = tiny.model_of(name), hf.share_prefixes(in_form("left", sequences, labels))
     assert tree["input_ids"].shape[1] < sum(len(s) for s in sequences) / 2
     tiny.check(tiny.train(model, tree, ranks), tiny.reference(model, sequences, labels=labels))
 

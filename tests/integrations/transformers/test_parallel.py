@@ -17,17 +17,13 @@ from transformers.distributed import DistributedConfig
 
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
-from tests.ranks.calls import mismatch
 from tests.ranks.gloo import GlooPool
 
-DOCUMENTS = tiny.documents_of((23, 41, 7, 30))
-TENSOR_PARALLEL: dict[str, Any] = {
-    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-    "lm_head": ColwiseParallel(use_local_output=False),
-}
+DOCUMENTS, EQUAL = tiny.documents_of((23, 41, 7, 30)), tiny.documents_of((31, 31))
+OTHER = tiny.packed(tiny.documents_of((12, 50), seed=5))
+TENSOR_PARALLEL: dict[str, Any] = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+TENSOR_PARALLEL |= {"model.layers.*.self_attn.o_proj": RowwiseParallel()}
+TENSOR_PARALLEL |= {"lm_head": ColwiseParallel(use_local_output=False)}
 BESIDE_STATES: dict[str, Any] = {
     "model.layers.*.mamba.in_proj": ColwiseParallel(output_layouts=Replicate()),
     "model.layers.*.feed_forward.gate_proj": ColwiseParallel(),
@@ -63,7 +59,17 @@ def _step(rank: int, mesh: Any, name: str, how: str, batch: Any) -> Any:
     if how == "ddp":
         loss, gradients = tiny.step(DistributedDataParallel(model), batch)
         return loss, {n.removeprefix("module."): x for n, x in gradients.items()}
+    if how in CHECKPOINTS:
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+        loss = model(**batch).loss
+        with torch.no_grad():
+            model(**OTHER)  # another batch before the recomputation of the first
+        return tiny.differentiated(model, loss)
     return tiny.step(model, batch)
+
+
+CHECKPOINTS = ("reentrant", "checkpointed")
+CHECKPOINTED = ["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "hy_v4"]
 
 
 @pytest.mark.parametrize(
@@ -72,18 +78,22 @@ def _step(rank: int, mesh: Any, name: str, how: str, batch: Any) -> Any:
         ("gemma3", "fsdp, cp"), ("qwen3_next", "cp, fsdp"), ("deepseek_v32", "fsdp, cp"), ("mamba2", "cp, fsdp"),
         ("llama", "ddp"), ("llama", "replicas"), ("llama", "tensors"), ("gpt_oss", "tensors"),
         pytest.param("falcon_h1", "tensors", marks=pytest.mark.slow),
+        *((name, CHECKPOINTS[i % 2]) for i, name in enumerate(CHECKPOINTED)),
+        *(pytest.param(name, CHECKPOINTS[1 - i % 2], marks=pytest.mark.slow) for i, name in enumerate(CHECKPOINTED)),
     ],
 )  # fmt: skip
 def test_parallelism(gloo_pool: GlooPool, name: str, how: str) -> None:
     """Ranks that average gradients have the whole ones; replicas have unequal numbers of tokens."""
-    batch: Any = tiny.packed(DOCUMENTS)
+    documents = EQUAL if how in CHECKPOINTS else DOCUMENTS
+    batch: Any = tiny.packed(documents)
     if how == "replicas":
         batch = [tiny.packed(DOCUMENTS[:1]), tiny.packed(DOCUMENTS[1:])]
     axes = {"replicas": ("dp", "cp"), "tensors": ("cp", "tp")}.get(how, ("cp",))
     ranks = 2 ** len(axes)
     results = gloo_pool.run(ranks, _step, name, how, batch, mesh_shape=(2,) * len(axes), mesh_dim_names=axes)
-    want = tiny.reference(tiny.model_of(name), DOCUMENTS)
-    for alike in (results[::2], results[1::2]) if how == "tensors" else ([result] for result in results):
+    want = tiny.reference(tiny.model_of(name), documents)
+    own = [results] if how in CHECKPOINTS else [[result] for result in results]
+    for alike in (results[::2], results[1::2]) if how == "tensors" else own:
         tiny.check(alike, want)
 
 
@@ -122,49 +132,6 @@ def test_experts_on_the_cp_mesh(gloo_pool: GlooPool, tmp_path: Path, name: str) 
     for experts, result in gloo_pool.run(4, _with_experts, tmp_path, tiny.packed(DOCUMENTS)):
         assert experts == 1  # of four
         tiny.check([result], want)
-
-
-def _leaves_out_a_backward(rank: int, mesh: Any, batch: dict[str, Any]) -> str:
-    model = hf.context_parallel(tiny.model_of("llama"), mesh)
-
-    def steps() -> None:
-        for number in range(4):
-            loss = model(**batch).loss
-            if not (rank == 1 and number == 2):
-                loss.backward()
-
-    return mismatch(steps)
-
-
-def test_a_rank_that_leaves_out_a_backward(gloo_pool: GlooPool) -> None:
-    """It goes on to the plan of the next batch, where the others are not."""
-    for text in gloo_pool.run(2, _leaves_out_a_backward, tiny.packed(DOCUMENTS)):
-        assert "rank 0: backward of context_parallel_attention(" in text and "rank 1: plan.local(" in text, text
-
-
-def _checkpointed(rank: int, mesh: Any, name: str, batch: dict[str, Any], reentrant: bool) -> Any:
-    model = hf.context_parallel(tiny.model_of(name), mesh)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    other = tiny.packed(tiny.documents_of((12, 50), seed=5))
-    loss = model(**batch).loss
-    with torch.no_grad():
-        model(**other)  # another batch before the recomputation of the first
-    loss.backward()
-    return loss.item(), tiny.gradients(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "reentrant"),
-    [
-        pytest.param(name, reentrant, marks=[] if (i % 2 == 0) == reentrant else pytest.mark.slow)
-        for i, name in enumerate(["gemma3", "llama, dynamic NTK", "stablelm", "qwen3_next", "mamba", "hy_v4"])
-        for reentrant in (True, False)
-    ],
-)
-def test_checkpointing(gloo_pool: GlooPool, name: str, reentrant: bool) -> None:
-    documents = tiny.documents_of((31, 31))
-    results = gloo_pool.run(2, _checkpointed, name, tiny.packed(documents), reentrant)
-    tiny.check(results, tiny.reference(tiny.model_of(name), documents))
 
 
 PACKINGS = [

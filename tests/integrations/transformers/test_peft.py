@@ -14,61 +14,50 @@ from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft reads what transformers deprecates
-_SAVED: dict[str, Any] = dict(modules_to_save=["lm_head"])
 DOCUMENTS = tiny.documents_of((23, 41, 7))
 
 
-def _lora(model: Any, modules: tuple[str, ...] = ("q_proj", "v_proj"), **options: Any) -> Any:
+def _adapted(model: Any, kind: Any = peft.LoraConfig, **options: Any) -> Any:
     torch.manual_seed(3)
-    config = peft.LoraConfig(
-        r=4, target_modules=list(modules), task_type="CAUSAL_LM", init_lora_weights=False, **options
-    )
-    return peft.get_peft_model(model, config).train()
-
-
-@pytest.mark.parametrize("given", ["its base model", "a model before"])
-def test_lora(given: str) -> None:
-    models = [tiny.model_of("llama") for _ in range(2)]
-    # The same modules without PEFT's wrapper: its base model holds the adapters.
-    want = tiny.reference(_lora(copy.deepcopy(models[0]), **_SAVED).get_base_model(), DOCUMENTS)
-
-    def on_rank(rank: int, mesh: Any) -> Any:
-        model = models[rank] if given == "a model before" else _lora(models[rank], **_SAVED)
-        hf.context_parallel(model if given == "a model before" else model.get_base_model(), mesh)
-        model = _lora(model, **_SAVED) if given == "a model before" else model
-        return tiny.step(model, tiny.packed(DOCUMENTS))
-
-    tiny.check(run_ranks(1, on_rank), _named(want))  # one rank: threads draw from one generator
-
-
-def _named(want: Any) -> Any:
-    return want[0], {f"base_model.model.{name}": x for name, x in want[1].items()}
+    if kind is peft.LoraConfig:
+        options = dict(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]) | options
+        options |= dict(r=4, init_lora_weights=False)
+    return peft.get_peft_model(model, kind(task_type="CAUSAL_LM", **options)).train()
 
 
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
-        ("llama", ("q_proj", "v_proj")),
-        ("qwen3_next", ("q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")),
-        ("falcon_h1", ("q_proj", "in_proj")),
-        ("mamba2", ("in_proj",)),
-        ("mamba", ("in_proj", "x_proj")),
+        ("llama", None), ("qwen3_next", "q_proj in_proj_qkvz in_proj_ba out_proj"), ("falcon_h1", "q_proj in_proj"),
+        ("mamba2", "in_proj"), ("mamba", "in_proj x_proj"),
     ],
-)
-def test_lora_given(name: str, modules: tuple[str, ...]) -> None:
-    model = _lora(tiny.model_of(name), modules, **(_SAVED if name == "llama" else {}))
-    want = tiny.reference(copy.deepcopy(model).get_base_model(), DOCUMENTS)
-    tiny.check(tiny.train(model, tiny.packed(DOCUMENTS)), _named(want))
+)  # fmt: skip
+def test_lora(name: str, modules: str | None) -> None:
+    """Adapters around a model before `context_parallel`; of a Llama also after it, and in its base model."""
+    plain, options = tiny.model_of(name), dict(target_modules=modules.split(), modules_to_save=None) if modules else {}
+    model, batch = _adapted(copy.deepcopy(plain), **options), tiny.packed(DOCUMENTS)
+    # The same modules without PEFT's wrapper: its base model holds the adapters.
+    loss, gradients = tiny.reference(copy.deepcopy(model).get_base_model(), DOCUMENTS)
+    want = loss, {f"base_model.model.{n}": x for n, x in gradients.items()}
+    tiny.check(tiny.train(model, batch), want)
+    if modules is not None:
+        return
 
+    def on_rank(rank: int, mesh: Any) -> Any:
+        hf.context_parallel(model.get_base_model(), mesh)
+        return tiny.step(model, batch), tiny.step(_adapted(hf.context_parallel(plain, mesh)), batch)
 
-def _virtual(kind: Any) -> Any:
-    torch.manual_seed(3)
-    return peft.get_peft_model(tiny.model_of("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).train()
+    for result in run_ranks(1, on_rank)[0]:  # one rank: threads draw from one generator
+        tiny.check([result], want)
 
 
 def test_virtual_tokens() -> None:
     """The prompt stands before the padding of a row, so documents are padded on the right; prefixes are refused."""
-    model, batch = _virtual(peft.PromptTuningConfig), tiny.padded(DOCUMENTS, "right")
+    model, prefixed = (
+        _adapted(tiny.model_of("llama"), kind, num_virtual_tokens=4)
+        for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig)
+    )
+    batch = tiny.padded(DOCUMENTS, "right")
     tiny.check(tiny.train(model, batch), tiny.step(copy.deepcopy(model), batch))
     with pytest.raises(ValueError, match="as with prefix tuning"):
-        tiny.train(_virtual(peft.PrefixTuningConfig), batch, 1)
+        tiny.train(prefixed, batch, 1)

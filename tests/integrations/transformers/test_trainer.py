@@ -13,7 +13,7 @@ import transformers
 import trl
 from accelerate import Accelerator, ParallelismConfig
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import ProcessorMixin
+from transformers import Trainer, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from spanwise.integrations import transformers as hf
@@ -23,6 +23,12 @@ from tests.integrations.transformers.runs import EVALUATED, compare, run
 pytestmark = pytest.mark.timeout(600)
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+GROUPS: dict[str, Any] = dict(mesh_shape=(2, 2), mesh_dim_names=("dp_shard", "cp"))
+
+
+def picked(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    scores = outputs.logits[:, :-1].float().log_softmax(-1)
+    return scores.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
 
 
 def squared_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -40,40 +46,37 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": (hits & valid).sum() / valid.sum(), "scores": float(scores.sum())}
 
 
-OF_SFT = (*runs.LOGGED, "num_tokens", "entropy", "mean_token_accuracy")
-OF_PREFERENCES = (*runs.LOGGED, "logps/chosen", "logits/rejected", "num_tokens", "entropy")
-OF_DPO = (*OF_PREFERENCES, "rewards/margins", "rewards/accuracies", "mean_token_accuracy")
-OF_KTO = (*OF_PREFERENCES, "kl", "rewards/chosen")
-OF_GRPO = ("loss", "grad_norm", "reward", "reward_std", "entropy", "num_input_tokens_seen")
-NAMES = {"": runs.LOGGED, "SFT": OF_SFT, "DPO": OF_DPO, "KTO": OF_KTO, "GRPO": OF_GRPO}
 EXPERTS = dict(model="qwen3_moe, auxiliary loss")
 IN_BFLOAT16: dict[str, Any] = dict(bf16=True, max_grad_norm=0.0, learning_rate=1e-4, close=5e-3)
-# What reaches the model, its outputs or its groups of ranks, by trainer; at least once, with others beside it.
+CHECKPOINTED, REENTRANT = (
+    dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": x}) for x in (False, True)
+)
+# What reaches the model, its outputs or its groups of ranks, by trainer; at least once, with others beside it. The
+# first row of two trainers is not slow.
 RUNS: dict[str, tuple[dict[str, Any], ...]] = {
     "": (
-        dict(gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3, model="qwen2, sliding", data_seed=9,
-             dataloader_drop_last=True, gradient_checkpointing=True,
-             gradient_checkpointing_kwargs={"use_reentrant": False}),
-        dict(dp=2, average_tokens_across_devices=False, **EXPERTS),
+        dict(EVALUATED, gradient_accumulation_steps=2, max_steps=7),
+        dict(CHECKPOINTED, gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=3, model="qwen2, sliding",
+             data_seed=9, dataloader_drop_last=True),
+        dict(EXPERTS, dp=2, average_tokens_across_devices=False),
         dict(dp=2, gradient_accumulation_steps=3, train_sampling_strategy="group_by_length", model="falcon_h1"),
-        dict(cp=4, model="qwen3_next", gradient_checkpointing=True,
-             gradient_checkpointing_kwargs={"use_reentrant": True}),
-        dict(cp=1, **EVALUATED),
+        dict(REENTRANT, cp=4, model="qwen3_next"),
+        dict(EVALUATED, cp=1),
         dict(dp=2, label_smoothing_factor=0.1, include_num_input_tokens_seen="non_padding"),
         dict(dp=2, more=dict(compute_loss_func=squared_loss), accelerator_config={"split_batches": True},
              per_device_train_batch_size=4),
-        dict(dp=2, shard=True, gradient_accumulation_steps=2, **EVALUATED),
+        dict(EVALUATED, dp=2, shard=True, gradient_accumulation_steps=2),
         dict(dp=2, collator=runs.flattened),
         dict(EVALUATED, eval_on_start=True, collator=runs.pack_labelled),
         dict(EVALUATED, bf16_full_eval=True, model="mamba2"),
-        dict(EVALUATED, model="llava"),
-        *(dict(model=model) for model in images.MODELS if model != "llava"),
+        *(dict(EVALUATED, model=model) for model in images.MODELS),
         IN_BFLOAT16,
     ),
     "SFT": (
-        dict(dp=2, gradient_accumulation_steps=2, **EVALUATED),
+        dict(packing=True),
+        dict(EVALUATED, dp=2, gradient_accumulation_steps=2),
         dict(packing=True, packing_strategy="wrapped", lora="made", gradient_checkpointing=False),
-        dict(padding_free=True, max_length=None, loss_type="dft", **EXPERTS),
+        dict(EXPERTS, padding_free=True, max_length=None, loss_type="dft"),
         dict(data=runs.completions, packing=True, max_length=48, label_smoothing_factor=0.1),
         dict(shard=True, packing=True, packing_strategy="bfd_split", max_length=24),
         dict(EVALUATED, packing=True, eval_packing=True, loss_type="chunked_nll", dp=2),
@@ -81,15 +84,15 @@ RUNS: dict[str, tuple[dict[str, Any], ...]] = {
         dict(IN_BFLOAT16, lora="given"),
     ),
     "DPO": (
-        dict(dp=2, **EVALUATED),
+        dict(EVALUATED, dp=2),
         dict(loss_type=["sigmoid", "ipo", "sft"], max_length=16),
         dict(lora="given", ld_alpha=0.5, use_weighting=True),
         dict(shard=True, f_divergence_type="js_divergence"),
-        dict(sync_ref_model=True, ref_model_sync_steps=2, **EXPERTS),
+        dict(EXPERTS, sync_ref_model=True, ref_model_sync_steps=2),
     ),
     "KTO": (
-        dict(dp=2, per_device_train_batch_size=4, **EVALUATED),
-        dict(loss_type="apo_zero_unpaired", per_device_train_batch_size=4, gradient_accumulation_steps=2, **EXPERTS),
+        dict(EVALUATED, dp=2, per_device_train_batch_size=4),
+        dict(EXPERTS, loss_type="apo_zero_unpaired", per_device_train_batch_size=4, gradient_accumulation_steps=2),
         dict(per_device_train_batch_size=4, shard=True),
     ),
     "GRPO": (
@@ -98,60 +101,45 @@ RUNS: dict[str, tuple[dict[str, Any], ...]] = {
         dict(use_adaptive_entropy=True, entropy_coef=0.01, dp=2, per_device_train_batch_size=2, scale_rewards="batch"),
         dict(loss_type="luspo", importance_sampling_level="sequence", lora="given", beta=0.1),
         dict(eval_count=4, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4, loss_type="grpo"),
-        dict(gradient_checkpointing=True, **EXPERTS),
+        dict(EXPERTS, gradient_checkpointing=True),
     ),
 }  # fmt: skip
-CASES = [pytest.param(kind, row, id=f"{kind}, {row}"[:80]) for kind, rows in RUNS.items() for row in rows]
+FAST = RUNS[""][0], RUNS["SFT"][0]
+CASES = [
+    pytest.param(kind, row, id=f"{kind}, {row}"[:80], marks=[] if row in FAST else pytest.mark.slow)
+    for kind, rows in RUNS.items()
+    for row in rows
+]
 
 
-@pytest.mark.parametrize("steps", [7, pytest.param(20, marks=pytest.mark.slow)])
-def test_steps(gloo_pool: Any, steps: int) -> None:
-    """Accumulated, evaluated, clipped, with a last batch that is not full."""
-    options = dict(EVALUATED, gradient_accumulation_steps=2, max_steps=steps)
-    got = compare(gloo_pool, runs.train, *runs.LOGGED, "eval_loss", **options)
-    norms = [log["grad_norm"] for log in got[0]["logs"] if "grad_norm" in log]
-    assert len(norms) == steps and min(norms) > 0.5  # all were clipped
-
-
-@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.slow)])
-def test_sft_packed(gloo_pool: Any, steps: int) -> None:
-    """Packed by bfd."""
-    got = compare(gloo_pool, runs.train, *OF_SFT, kind="SFT", packing=True, max_steps=steps)
-    assert got[0]["logs"][steps - 1]["num_tokens"] > 25 * steps
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "row"), CASES)
 def test_equal(gloo_pool: Any, tmp_path: Any, kind: str, row: dict[str, Any]) -> None:
     """GRPO on fixed rollouts."""
     if row.get("beta") and "lora" not in row:
         runs.model_of("llama").save_pretrained(tmp_path)  # the reference model is loaded from there
         row = row | {"saved": str(tmp_path)}
-    names = NAMES[kind] + (("eval_loss",) if "eval_count" in row else ())
-    names += {"SFT": ("eval_entropy",), "GRPO": ("eval_reward",)}.get(kind, ()) if "eval_count" in row else ()
-    got = compare(gloo_pool, runs.train, *names, kind=kind, **row)
-    assert kind != "GRPO" or max(log.get("grad_norm", 0) for log in got[0]["logs"]) > 0.1
+    want, *_ = compare(gloo_pool, runs.train, kind=kind, **row)
+    norms = [log["grad_norm"] for log in want["logs"] if "grad_norm" in log]
+    assert max(norms) > (0.5 if row is RUNS[""][0] else 0.01)  # these are clipped
 
 
 @pytest.mark.slow
 def test_grpo_generates(gloo_pool: Any) -> None:
     """The ranks of a cp group go on with the same completions, other groups with others."""
-    axes = dict(mesh_shape=(2, 2), mesh_dim_names=("dp_shard", "cp"))
     options = dict(kind="GRPO", sampled=True, per_device_train_batch_size=2, num_iterations=2, temperature=1.0)
-    got = gloo_pool.run(4, run, runs.train, **axes, **options)
-    for result in got[1:]:
-        runs.check(result, got[0], *OF_GRPO, "num_tokens", "completions/mean_length", close=1e-7)
+    first, *others = gloo_pool.run(4, run, runs.train, **GROUPS, **options)
+    for result in others:
+        runs.check(result, first, *runs.NAMES["GRPO"], "num_tokens", "completions/mean_length", close=1e-7)
 
 
 @pytest.mark.slow
 def test_other_axis_order_predictions_and_metrics(gloo_pool: Any) -> None:
     """The cp groups are ranks 0, 2 and 1, 3. Logits are whole, in the order of the batch, and NaN at padding."""
-    options = dict(EVALUATED, more=dict(compute_metrics=accuracy), predict=True)
-    want = gloo_pool.run(2, run, runs.train, cut=False, **options)[0]
-    axes = dict(mesh_shape=(2, 2), mesh_dim_names=("cp", "dp_replicate"))
+    options: dict[str, Any] = dict(EVALUATED, dp=2, more=dict(compute_metrics=accuracy), predict=True)
+    axes, names = ("cp", "dp_replicate"), ("eval_accuracy", "eval_scores")
+    want, *results = compare(gloo_pool, runs.train, *names, axes=axes, **options)
     valid = want["label_ids"] != -100
-    for result in gloo_pool.run(4, run, runs.train, **axes, **options):
-        runs.check(result, want, *runs.LOGGED, "eval_loss", "eval_accuracy", "eval_scores")
+    for result in results:
         np.testing.assert_array_equal(result["label_ids"], want["label_ids"])
         np.testing.assert_allclose(result["predictions"][valid], want["predictions"][valid], atol=1e-5)
         assert np.isnan(result["predictions"]).any() and not np.isnan(want["predictions"]).any()
@@ -179,23 +167,7 @@ def test_first_tokens_do_not_count(gloo_pool: Any) -> None:
         runs.check(result, want, *runs.LOGGED)
 
 
-def sums(cls: Any) -> list[float]:
-    accelerator = cls(transformers.Trainer)(
-        runs.model_of("llama"), args=runs.arguments(transformers.TrainingArguments)
-    ).accelerator
-    given = {name: torch.tensor(accelerator.process_index + 1.0) for name in ("sum", "mean", "max")}
-    return [accelerator.reduce(x, reduction=name).item() for name, x in given.items()]
-
-
-@pytest.mark.slow
-def test_reductions_count_a_group_once(gloo_pool: Any) -> None:
-    axes = dict(mesh_shape=(2, 2), mesh_dim_names=("dp_shard", "cp"))
-    assert gloo_pool.run(4, run, sums, **axes) == [[3.0, 1.5, 2.0]] * 4
-
-
-def picked(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    scores = outputs.logits[:, :-1].float().log_softmax(-1)
-    return scores.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+# --- losses of one's own ---------------------------------------------------------------------------------------------
 
 
 def detached_weights(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -211,11 +183,8 @@ def policy_gradient(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def rectified(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """Gradients flow at some of the outputs at padding, and on some ranks, only."""
-    return outputs.logits[:, -1, 0].relu().sum() + squares_of_tokens(outputs, labels)
-
-
-def squares_of_tokens(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    return (outputs.logits.pow(2).mean(-1) * (labels != -100)).sum() / (labels != -100).sum()
+    of_tokens = (outputs.logits.pow(2).mean(-1) * (labels != -100)).sum() / (labels != -100).sum()
+    return outputs.logits[:, -1, 0].relu().sum() + of_tokens
 
 
 def many_of_tokens(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -253,28 +222,32 @@ def own(loss: Loss, base: Any) -> type[Any]:
     return Own
 
 
-def reads_padding(cls: Any) -> dict[str, str]:
-    """The errors of losses that read padding, in training and in evaluation."""
-    errors = {}
-    for name, loss in READING.items():
-        data = dict(train_dataset=runs.documents(4), eval_dataset=runs.documents(4), data_collator=runs.pad)
-        trainer = cls(own(loss, transformers.Trainer))(
-            runs.model_of("llama"), args=runs.arguments(transformers.TrainingArguments, max_steps=1), **data
-        )
-        for step in (trainer.evaluate, trainer.train):
-            try:
-                step()
-            except ValueError as error:
-                errors[f"{name}, {step.__name__}"] = str(error)
-    return errors
+def error_of(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The text of the ValueError that a call raises; empty without one."""
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def reads_padding(cls: Any) -> list[tuple[str, str]]:
+    """The errors of losses that read padding, in evaluation and in training."""
+    data = dict(train_dataset=runs.documents(4), eval_dataset=runs.documents(4), data_collator=runs.pad)
+    found = []
+    for loss in READING.values():
+        arguments = runs.arguments(TrainingArguments, max_steps=1)
+        trainer = cls(own(loss, Trainer))(runs.model_of("llama"), args=arguments, **data)
+        found.append((error_of(trainer.evaluate), error_of(trainer.train)))
+    return found
 
 
 def test_refuses_losses_that_read_padding(gloo_pool: Any) -> None:
     first, second = gloo_pool.run(2, run, reads_padding)
     assert first == second
-    missing = {f"{name}, {step}" for name in READING for step in ("train", "evaluate")} - set(first)
-    assert missing == {"policy gradient, evaluate"}  # its value is right
-    assert all("reads the model's outputs at padding" in text for text in first.values())
+    for name, texts in zip(READING, first, strict=True):
+        seen = ["reads the model's outputs at padding" in text for text in texts]
+        assert seen == [name != "policy gradient", True], name  # its value is right
 
 
 def of_tokens(cls: Any, derived: bool, **options: Any) -> Any:
@@ -288,65 +261,52 @@ def of_tokens(cls: Any, derived: bool, **options: Any) -> Any:
 def test_losses_that_leave_padding_out(gloo_pool: Any, derived: bool) -> None:
     options: dict[str, Any] = EVALUATED | EXPERTS | dict(more=dict(compute_metrics=accuracy), derived=derived)
     options |= {} if derived else dict(dp=2, gradient_accumulation_steps=2)
-    compare(gloo_pool, of_tokens, *runs.LOGGED, "eval_loss", "eval_accuracy", "eval_scores", **options)
+    compare(gloo_pool, of_tokens, "eval_accuracy", "eval_scores", **options)
 
 
-class OfImages(ProcessorMixin):
-    """What models of text and images have in place of a tokenizer."""
+# --- what is refused -------------------------------------------------------------------------------------------------
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
+
+ARGUMENTS: tuple[tuple[str, Any], ...] = (
+    *((name, True) for name in ("torch_compile", "auto_find_batch_size", "use_liger_kernel", "eval_use_gather_object")),
+    ("neftune_noise_alpha", 5.0),
+    ("accelerator_config", {"dispatch_batches": True}),
+    ("train_sampling_strategy", "batch_rebalance"),
+    ("parallelism_config", ParallelismConfig(dp_replicate_size=2)),
+)
+STEPS: dict[str, dict[str, Any]] = {
+    "attention dropout; set 0.1 to 0": dict(config=dict(attention_dropout=0.1)),
+    "different batches of equal lengths": dict(collator=runs.pad_at_random),
+    "2 labels are of first tokens of documents": dict(
+        collator=runs.pack, more=dict(compute_loss_func=squared_loss), gradient_accumulation_steps=2
+    ),
+}
 
 
 def refusals(cls: Any) -> dict[str, str]:
     """The error of each argument or model that is refused, most of them before training starts."""
     sharded, mesh = runs.model_of("llama"), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     sharded._is_distributed_loading_by_transformers = True
-    arguments: dict[str, dict[str, Any]] = {
-        **{name: {name: True} for name in ("torch_compile", "auto_find_batch_size", "use_liger_kernel")},
-        "eval_use_gather_object": dict(eval_use_gather_object=True),
-        "neftune_noise_alpha": dict(neftune_noise_alpha=5.0),
-        "dispatch_batches": dict(accelerator_config={"dispatch_batches": True}),
-        "batch_rebalance": dict(train_sampling_strategy="batch_rebalance"),
-        "parallelism_config": dict(parallelism_config=ParallelismConfig(dp_replicate_size=2)),
-    }
     models = {
         "distributed_config": sharded,
         "causal language models": transformers.LlamaForSequenceClassification(tiny.config_of("llama")),
         "prepared for another mesh or loss": hf.context_parallel(runs.model_of("llama"), mesh, reduce_loss=False),
     }
-    of_grpo: dict[str, dict[str, Any]] = {
-        "generation_batch_size": dict(per_device_train_batch_size=2),
-        **{n: {n: True} for n in ("log_completions", "use_vllm", "use_transformers_continuous_batching")},
-        "takes GRPOTrainer with a tokenizer": {},
-    }
-    steps = {
-        "attention dropout; set 0.1 to 0": dict(config=dict(attention_dropout=0.1)),
-        "different batches of equal lengths": dict(collator=runs.pad_at_random),
-        "2 labels are of first tokens of documents": dict(
-            collator=runs.pack, more=dict(compute_loss_func=squared_loss), gradient_accumulation_steps=2
-        ),
-    }
 
-    def error(act: Any, *args: Any, **options: Any) -> str:
-        with pytest.raises(ValueError) as caught:
-            act(*args, **options)
-        return str(caught.value)
+    def made(model: Any, **changes: Any) -> str:
+        return error_of(lambda: cls(Trainer)(model, args=runs.arguments(TrainingArguments, **changes)))
 
-    def made(model: Any, **changes: Any) -> None:
-        cls(transformers.Trainer)(model, args=runs.arguments(transformers.TrainingArguments, **changes))
-
-    def grpo(**changes: Any) -> None:
+    def grpo(**changes: Any) -> str:
         args = runs.arguments(trl.GRPOConfig, **dict(per_device_train_batch_size=4, num_generations=4) | changes)
-        model = runs.model_of("llama" if changes else "llava")
-        words = runs.tokenizer() if changes else OfImages(runs.tokenizer())
-        data = runs.preferences(4)
-        cls(trl.GRPOTrainer)(model, runs.digits, args=args, train_dataset=data, processing_class=words)
+        given = dict(args=args, train_dataset=runs.preferences(4), processing_class=runs.tokenizer())
+        return error_of(cls(trl.GRPOTrainer), runs.model_of("llama"), runs.digits, **given)
 
-    errors = {name: error(made, runs.model_of("llama"), **changes) for name, changes in arguments.items()}
-    errors |= {name: error(made, model) for name, model in models.items()}
-    errors |= {name: error(grpo, **changes) for name, changes in of_grpo.items()}
-    return errors | {name: error(runs.train, cls, **options) for name, options in steps.items()}
+    errors = {next(iter(x)) if isinstance(x, dict) else name: made(runs.model_of("llama"), **{name: x})
+              for name, x in ARGUMENTS}  # fmt: skip
+    errors |= {name: made(model) for name, model in models.items()}
+    errors |= {n: grpo(**{n: True}) for n in ("log_completions", "use_vllm", "use_transformers_continuous_batching")}
+    errors |= {"generation_batch_size": grpo(per_device_train_batch_size=2)}
+    return errors | {name: error_of(runs.train, cls, **options) for name, options in STEPS.items()}
 
 
 def test_refuses_before_training(gloo_pool: Any) -> None:
@@ -354,24 +314,21 @@ def test_refuses_before_training(gloo_pool: Any) -> None:
     assert errors[0] == errors[1] and all(name in text for name, text in errors[0].items()), errors[0]
 
 
+def class_of(base: Any, module: str) -> Any:
+    return type("Own", (base,), {"__module__": module})
+
+
 def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
     """Also those that trl derives from trainers that are right."""
-
-    def class_of(base: Any, module: str) -> Any:
-        return type("Own", (base,), {"__module__": module})
-
     mesh: Any = None
     assert hf.trainer(class_of(trl.SFTTrainer, "users"), mesh).__name__ == "ContextParallelOwn"
-    for base, text in (
-        (int, "got <class 'int'>"), (class_of(transformers.Trainer, "trl.trainer.unknown"), "got Own"),
-        (transformers.Seq2SeqTrainer, "Seq2SeqTrainer"), (hf.trainer(transformers.Trainer, mesh), "without a mesh"),
-        (trl.RewardTrainer, "got RewardTrainer of trl"), (trl.RLOOTrainer, "got RLOOTrainer of trl"),
-        (class_of(trl.SFTTrainer, "trl.experimental.gkd.gkd_trainer"), "got Own of trl"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=text):
+    derived = [class_of(Trainer, "trl.trainer.unknown"), class_of(trl.SFTTrainer, "trl.experimental.gkd.gkd_trainer")]
+    made = hf.trainer(Trainer, mesh)
+    for base in (int, transformers.Seq2SeqTrainer, made, trl.RewardTrainer, trl.RLOOTrainer, *derived):
+        with pytest.raises(ValueError, match="hf.trainer takes"):
             hf.trainer(base, mesh)
     with pytest.raises(ValueError, match="define training_step of Derived in the base"):
-        type("Derived", (hf.trainer(transformers.Trainer, mesh),), {"training_step": print})
+        type("Derived", (made,), {"training_step": print})
     for axes in (dict(mesh_dim_names=("dp",)), dict(mesh_shape=(2, 1), mesh_dim_names=("tp", "cp"))):
         with pytest.raises(ValueError, match=r"takes a mesh of 'cp' .*, got axes \("):
             gloo_pool.run(2, run, runs.train, **axes)
@@ -379,14 +336,16 @@ def test_refuses_other_meshes_and_trainers(gloo_pool: Any) -> None:
 
 def before_and_after(cls: Any) -> None:
     """A run under context parallelism, then its model and another trainer without it."""
-    model, args = runs.model_of("llama"), runs.arguments(transformers.TrainingArguments, max_steps=2)
-    cut = cls(transformers.Trainer)(model, args=args, train_dataset=runs.documents(22), data_collator=runs.pad)
+    model, args = runs.model_of("llama"), runs.arguments(TrainingArguments, max_steps=2)
+    cut = cls(Trainer)(model, args=args, train_dataset=runs.documents(22), data_collator=runs.pad)
     cut.train()
     batch, fresh = runs.pad(runs.documents(3, seed=9).to_list()), runs.model_of("llama")
     fresh.load_state_dict(model.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(**batch).logits, fresh.eval()(**batch).logits)
-    whole = transformers.Trainer(fresh, args=args)
+    once = [cut.accelerator.reduce(torch.tensor(3.0), reduction=name).item() for name in ("sum", "mean", "max")]
+    assert once == [3.0] * 3  # a group counts once
+    whole = Trainer(fresh, args=args)
     assert type(whole.accelerator) is Accelerator is transformers.trainer.Accelerator
     assert whole.accelerator.num_processes == 2 and cut.accelerator.num_processes == 1
     assert not any("spanwise" in str(x) for x in (*vars(Accelerator).values(), model.config.to_dict()))

@@ -15,6 +15,7 @@ from tests.integrations.transformers.test_blocks import MODELS, model_of
 from tests.ranks.gloo import GlooPool
 
 DOCUMENTS = tiny.documents_of((23, 41, 7))
+BATCH = tiny.packed(DOCUMENTS)
 
 
 def _verify(model: Any, batch: dict[str, Any], plan: Any = None) -> Any:
@@ -28,16 +29,16 @@ def _verify(model: Any, batch: dict[str, Any], plan: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("gemma3", "packed"), ("gemma3", "left"), ("qwen3_moe", "packed"), ("qwen3_next", "packed"),
-        *(pytest.param(name, "packed", marks=pytest.mark.slow) for name in ("mamba2", "jamba")),
+        ("gemma3", "position_ids"), ("gemma3", "left"), ("qwen3_moe", "position_ids"), ("qwen3_next", "position_ids"),
+        *(pytest.param(name, "position_ids", marks=pytest.mark.slow) for name in ("mamba2", "jamba")),
         ("gemma3", "blocks"), ("hrm_text", "blocks"),
     ],
 )  # fmt: skip
 def test_models_are_verified(name: str, form: str) -> None:
     """Blocks: each document alone, with its marks; a packed forward would join the prefixes of all documents."""
-    batch = tiny.padded(DOCUMENTS, form) if form == "left" else tiny.packed(DOCUMENTS)
+    batch = BATCH if form == "blocks" else tiny.batch_of(DOCUMENTS, form)
     if form == "blocks":
-        batch[MODELS[name][0]] = torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()
+        batch = batch | {MODELS[name][0]: torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()}
     for report in tiny.train(model_of(name) if form == "blocks" else name, batch, act=_verify):
         assert report.ok and max(report.errors.values()) < 1e-5, str(report)
         assert report.probed == (22, 23)
@@ -45,8 +46,8 @@ def test_models_are_verified(name: str, form: str) -> None:
 
 def _sharded(rank: int, mesh: Any) -> Any:
     model = fully_shard(hf.context_parallel(tiny.model_of("llama"), mesh), mesh=mesh)
-    reports = [hf.verify(model, tiny.packed(DOCUMENTS)) for _ in range(2)]
-    model(**tiny.packed(DOCUMENTS)).loss.backward()
+    reports = [hf.verify(model, BATCH) for _ in range(2)]
+    model(**BATCH).loss.backward()
     return reports[1]
 
 
@@ -55,23 +56,20 @@ def test_models_under_fsdp_are_verified(gloo_pool: GlooPool) -> None:
         assert report.ok and max(report.errors.values()) < 1e-5, str(report)
 
 
-def test_another_mask_is_found() -> None:
-    """All documents as one: rows read documents before theirs."""
+def test_another_mask_and_wrong_positions_are_found() -> None:
+    """All documents as one: rows read documents before theirs. Positions right for a document, wrong for a shard."""
     plan = spanwise.make_plan({"full_attention": spanwise.SpanMask.causal(71)}, 2, cu_seqlens=[0, 23, 64, 71])
-    for report in tiny.train("llama", tiny.packed(DOCUMENTS), act=lambda model, batch: _verify(model, batch, plan)):
+    for report in tiny.train("llama", BATCH, act=lambda model, batch: _verify(model, batch, plan)):
         assert not report.ok and report.errors["logits"] > 0.01 and report.errors["parameters"] > 0.01
         assert {row for row, token in report.leaks if token == 22} == set(range(23, 71))
         assert not [pair for pair in report.leaks if pair[0] < 23]
 
-
-def test_wrong_positions_are_found() -> None:
     def from_zero(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         positions = kwargs["position_ids"]
-        whole = torch.arange(positions.shape[1]).expand_as(positions)
-        return args, kwargs | {"position_ids": whole}  # right for a document, wrong for a shard
+        return args, kwargs | {"position_ids": torch.arange(positions.shape[1]).expand_as(positions)}
 
     def act(model: Any, batch: Any) -> Any:
         model.model.rotary_emb.register_forward_pre_hook(from_zero, with_kwargs=True)
         return _verify(model, batch)
 
-    assert not any(report.ok for report in tiny.train("llama", tiny.packed(DOCUMENTS), act=act))
+    assert not any(report.ok for report in tiny.train("llama", BATCH, act=act))

@@ -9,15 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertModel,
-    DynamicCache,
-    FNetModel,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
+from transformers import AutoConfig, BertModel, DynamicCache, FNetModel, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -35,7 +27,7 @@ PADDED = tiny.padded(DOCUMENTS, "left")
 SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=160)
 ANEW = torch.tensor([[*range(30), *range(34)]])
 SPANS = spanwise.SpanMask.documents([0, 23, 64])
-TREE = {"input_ids": torch.arange(5, 10)[None], "labels": torch.arange(5, 10)[None]}
+TREE: dict[str, Any] = dict.fromkeys(("input_ids", "labels"), torch.arange(5, 10)[None])
 TREE["tree"] = spanwise.TokenTree([-1, 0, 0], [2, 1, 2])
 PACKS = "packs several documents.*hf.prepare"
 Call = Callable[[Any], Any]  # of a mesh
@@ -45,16 +37,14 @@ def run(model: Any, batch: Any) -> None:
     model(**batch)
 
 
+def prepare(model: Any, batch: Any) -> None:
+    hf.prepare(batch, model)
+
+
 def called(
-    batch: Any = BATCH,
-    model: Any = "llama",
-    *,
-    before: Callable[[Any], Any] = id,
-    after: Callable[[Any], Any] = id,
-    act: Callable[[Any, Any], Any] = run,
-    evaluated: bool = False,
-    **changes: Any,
-) -> Call:
+    batch: Any = BATCH, model: Any = "llama", *, before: Any = id, after: Any = id, act: Any = run,
+    evaluated: bool = False, **changes: Any,
+) -> Call:  # fmt: skip
     """A step of a model, to which something was done before or after `context_parallel`."""
 
     def call(mesh: Any) -> None:
@@ -72,17 +62,19 @@ def called(
 def meta(kind: str, **values: Any) -> Call:
     def make() -> Any:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
+            return transformers.AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
 
     return called(model=make)
 
 
-def planned(config: Callable[[], Any], batch: dict[str, Any] = BATCH) -> Call:
-    return lambda mesh: hf.make_plan(batch, config(), 2)
+def planned(name: str, batch: dict[str, Any] = BATCH, **changes: Any) -> Call:
+    """A plan for a small config, or for images or a default one."""
+    made = tiny.config_of if changes else AutoConfig.for_model
+    return lambda _: hf.make_plan(batch, PALIGEMMA if name == "paligemma" else made(name, **changes), 2)
 
 
-def small(name: str, **changes: Any) -> Callable[[], Any]:
-    return lambda: tiny.config_of(name, **changes)
+def prepared(plan: Callable[[], Any], name: str = "llama", batch: dict[str, Any] = BATCH) -> Call:
+    return called(batch, name, act=lambda model, batch: hf.prepare(batch, model, plan()))
 
 
 def other_plan(name: str, lengths: tuple[int, ...] = (23, 41), **changes: Any) -> Call:
@@ -90,12 +82,8 @@ def other_plan(name: str, lengths: tuple[int, ...] = (23, 41), **changes: Any) -
     return prepared(lambda: hf.make_plan(batch, tiny.config_of(name, **changes), 1), name)
 
 
-def prepared(plan: Callable[[], Any], name: str = "llama", batch: dict[str, Any] = BATCH) -> Call:
-    return called(batch, name, act=lambda model, batch: hf.prepare(batch, model, plan()))
-
-
-def by_hand(mask: Any, batch: dict[str, Any] = BATCH, **options: Any) -> Call:
-    return prepared(lambda: spanwise.make_plan({"full_attention": mask}, 1, **options), batch=batch)
+def by_hand(mask: Any, batch: dict[str, Any] = BATCH) -> Call:
+    return prepared(lambda: spanwise.make_plan({"full_attention": mask}, 1), batch=batch)
 
 
 def of_images(name: str, left_out: str) -> Call:
@@ -109,7 +97,7 @@ def of_images(name: str, left_out: str) -> Call:
 
 
 def attach(mesh: Any, **options: Any) -> None:
-    hf.context_parallel(tiny.model_of("llama"), mesh, **options)
+    hf.context_parallel(tiny.model_of("llama"), mesh, **options)(**BATCH)
 
 
 class WithoutKeywords(LlamaForCausalLM):
@@ -127,10 +115,7 @@ class WithZLoss(LlamaForCausalLM):
     def forward(self, **kwargs: Any) -> Any:
         out = super().forward(**kwargs)
         term = 0.01 * out.logits.logsumexp(-1).pow(2).mean()
-        if self.in_place:
-            out.loss += term
-        else:
-            out.loss = out.loss + term
+        out.loss = out.loss.add_(term) if self.in_place else out.loss + term
         return out
 
 
@@ -141,17 +126,18 @@ class OwnMixer(Qwen3NextGatedDeltaNet):
         return super().forward(hidden_states.cumsum(dim=1), **kwargs)
 
 
-def _set(module: Any, **values: Any) -> None:
-    for name, value in values.items():
-        setattr(module, name, value)
+def given(place: Callable[[Any], Any] = lambda m: m, **values: Any) -> Callable[[Any], None]:
+    """Sets attributes of a model, or of a module in it."""
+
+    def act(model: Any) -> None:
+        for name, value in values.items():
+            setattr(place(model), name, value)
+
+    return act
 
 
-def with_z_loss(in_place: bool) -> Call:
-    return called(model=lambda: WithZLoss(tiny.config_of("llama")).train(), before=lambda m: _set(m, in_place=in_place))
-
-
-def prepare(model: Any, batch: Any) -> None:
-    hf.prepare(batch, model)
+def llama(cls: Any) -> Callable[[], Any]:
+    return lambda: cls(tiny.config_of("llama"))
 
 
 def own_attention(model: Any) -> None:
@@ -159,25 +145,31 @@ def own_attention(model: Any) -> None:
     model.set_attn_implementation("mine")
 
 
-def cached(name: str, argument: str, act: Callable[[Any, Any], Any] = run) -> Call:
+def cached(name: str, argument: str, act: Any = run) -> Call:
     return called(model=name, act=lambda m, batch: act(m, batch | {argument: DynamicCache(config=m.config)}))
 
 
+def places(condition: torch.Tensor) -> torch.Tensor:
+    return condition.long()[None]
+
+
+AT = torch.arange(64)
+PALIGEMMA = images.model_of("paligemma").config
 # Steps of a Llama: its batch, and what the error names.
 BATCHES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"labels": BATCH["labels"]}, "input_ids or inputs_embeds"),
-    (BATCH | dict(attention_mask=(torch.arange(64) > 0).long()[None]), "token 23 of row 0"),
+    (BATCH | dict(attention_mask=places(AT > 0)), "token 23 of row 0"),
     (IDS | dict(attention_mask=torch.ones(1, 1, 64, 64)), r"\[B, S\] = \(1, 64\)"),
     (IDS | dict(attention_mask=2 * torch.ones(1, 64)), "0 and 1"),
     (IDS | dict(attention_mask=torch.zeros(1, 64)), "and a token"),
     (IDS | dict(attention_mask={"full_attention": None}), "got a dict"),
-    (IDS | dict(attention_mask=(torch.arange(64) != 30).long()[None]), "token 31"),
+    (IDS | dict(attention_mask=places(AT != 30)), "token 31"),
     (BATCH | dict(cu_seq_lens_q=torch.tensor([0, 70])), "cu_seq_lens_q .* all 64 tokens"),
     ({"input_ids": IDS["input_ids"].view(2, 32), "cu_seq_lens_q": torch.tensor([0, 23, 64])}, "each row"),
     (BATCH | dict(cu_seq_lens_k=torch.tensor([0, 64])), "cu_seq_lens_k"),
-    (OFFSETS | dict(position_ids=torch.arange(64)[None]), "cu_seq_lens_q and position_ids .*token 23 of"),
-    (BATCH | dict(position_ids=torch.arange(63)[None]), r"position_ids .*\(1, 63\)"),
-    (BATCH | dict(position_ids=2 * torch.arange(64)[None]), "skip .*token 1"),
+    (OFFSETS | dict(position_ids=AT[None]), "cu_seq_lens_q and position_ids .*token 23 of"),
+    (BATCH | dict(position_ids=AT[None, 1:]), r"position_ids .*\(1, 63\)"),
+    (BATCH | dict(position_ids=2 * AT[None]), "skip .*token 1"),
     (BATCH | dict(labels=BATCH["labels"][:, 1:]), r"labels must be \[B, S\]"),
     (BATCH | dict(labels=BATCH["labels"].numpy()), "labels must be a tensor"),
     (PADDED | dict(labels=PADDED["input_ids"]), "18 tokens of padding have labels"),
@@ -185,7 +177,7 @@ BATCHES: tuple[tuple[dict[str, Any], str], ...] = (
     (BATCH | dict(use_cache=True), "use_cache=False"),
     (BATCH | dict(logits_to_keep=1), "logits_to_keep"),
     (BATCH | dict(output_attentions=True), "output_attentions"),
-    (BATCH | dict(seq_idx=torch.arange(64)[None] // 32), "seq_idx .*token 32 of row 0"),
+    (BATCH | dict(seq_idx=AT[None] // 32), "seq_idx .*token 32 of row 0"),
     (BATCH | dict(seq_idx=torch.zeros(64)), r"seq_idx must be \[B, S\]"),
     (BATCH | dict(pixel_values=torch.randn(1, 3, 28, 28)), "LlamaForCausalLM gets pixel_values"),
     (BATCH | dict(text=["a", "b"]), r"\['text'\]"),
@@ -203,26 +195,24 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (meta("inkling_text", **SMALL), "hybrid_sliding"),
     (meta("bart", d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
     (meta("xmod", **SMALL | dict(is_decoder=True)), "behind padding"),
-    (planned(lambda: AutoConfig.for_model("deepseek_v4")), "compressed_sparse_attention"),
-    (planned(lambda: AutoConfig.for_model("neomme")), "differ in sliding_window"),
-    (planned(lambda: AutoConfig.for_model("perceiver")), "layer_types nor num_hidden_layers"),
-    (planned(lambda: AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True)), "not causal"),
+    (planned("deepseek_v4"), "compressed_sparse_attention"),
+    (planned("neomme"), "differ in sliding_window"),
+    (planned("perceiver"), "layer_types nor num_hidden_layers"),
+    (planned("gemma3_text", use_bidirectional_attention=True), "not causal"),
     (called(model=lambda: BertModel(tiny.config_of("bert"))), "the pooler of BertModel"),
     (called(model=lambda: FNetModel(AutoConfig.for_model("fnet", **SMALL), add_pooling_layer=False)), "Fourier"),
-    (called(model=lambda: LlamaForSequenceClassification(tiny.config_of("llama"))), "LlamaForSequenceClassification"),
+    (called(model=llama(transformers.LlamaForSequenceClassification)), "LlamaForSequenceClassification"),
     (called(model="opt", layerdrop=0.5), "layerdrop"),
     (called(model=lambda: nn.Linear(2, 2)), "got Linear"),
     (called(model="recurrent_gemma"), "not known to carry a state"),
-    (called(model="qwen3_next", before=lambda m: _set(m.model.layers[0].linear_attn, __class__=OwnMixer)), "not known"),
-    (called(before=lambda m: _set(m.model.layers[1], conv=nn.Conv1d(8, 8, 4))), "layers.1.conv"),
-    (called(model="bamba", before=lambda m: _set(m.model.layers[0].mamba, forward=print)), "BambaMixer"),
+    (called(model="qwen3_next", before=given(lambda m: m.model.layers[0].linear_attn, __class__=OwnMixer)), "OwnMixer"),
+    (called(before=given(lambda m: m.model.layers[1], conv=nn.Conv1d(8, 8, 4))), "layers.1.conv"),
+    (called(model="bamba", before=given(lambda m: m.model.layers[0].mamba, forward=print)), "BambaMixer"),
     (called(before=own_attention), "attention 'mine' of LlamaForCausalLM"),
     (called(after=lambda m: m.set_attn_implementation("sdpa")), "'sdpa' after hf.context_parallel"),
     (lambda mesh: hf.context_parallel(hf.context_parallel(tiny.model_of("llama"), mesh), mesh), "already"),
-    (
-        called(IDS, lambda: WithoutKeywords(tiny.config_of("llama")), evaluated=True,
-               act=lambda m, batch: m(**hf.prepare(batch, m))), "WithoutKeywords does not pass the plan on",
-    ),
+    (called(IDS, llama(WithoutKeywords), evaluated=True, act=lambda m, batch: m(**hf.prepare(batch, m))),
+     "WithoutKeywords does not pass the plan on"),
     (of_images("qwen2_vl", "position_ids"), "pass position_ids"),
     (of_images("hunyuan_vl", "position_ids"), "pad the batch"),
     (of_images("hunyuan_vl", "cu_seq_lens_q"), "pad the batch"),
@@ -230,28 +220,21 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (lambda mesh: attach(None), "mesh must be"),
     (lambda mesh: attach(2), "got 2"),
     (lambda mesh: attach(mesh, loss_mesh=2), "loss_mesh"),
-    (lambda mesh: hf.context_parallel(tiny.model_of("llama"), mesh, exchange="fast")(**BATCH), "fast"),
+    (lambda mesh: attach(mesh, exchange="fast"), "fast"),
     (called(IDS | {"ignore_index": 7}, "mamba2"), "ignore_index=7"),
-    (
-        called(BATCH | {"encoder_hidden_states": torch.randn(1, 64, 64)}, "gpt2", add_cross_attention=True),
-        "encoder_hidden_states",
-    ),
-    *(
-        (cached(name, argument, act), text)
-        for name, argument in (("qwen3_next", "past_key_values"), ("mamba2", "cache_params"))
-        for act, text in ((prepare, argument), (run, "KV cache, as with prefix tuning"))
-    ),
+    (called(BATCH | {"encoder_hidden_states": torch.randn(1, 64, 64)}, "gpt2", add_cross_attention=True),
+     "encoder_hidden_states"),
+    (cached("qwen3_next", "past_key_values", prepare), "past_key_values"),
+    (cached("mamba2", "cache_params", prepare), "cache_params"),
+    (cached("qwen3_next", "past_key_values"), "KV cache, as with prefix tuning"),
     # masks and plans
     (called(attention_dropout=0.1), "attention dropout"),
-    (called(model="gemma3", after=lambda m: _set(m.config, layer_types=3 * ["full_attention"])), "asks for"),
-    (planned(small("gemma3", sliding_window=None)), "sliding_window=None"),
-    (planned(small("mistral", sliding_window=0)), "sliding_window=0"),
-    (planned(small("llama4", attention_chunk_size=None)), "attention_chunk_size"),
-    (planned(lambda: images.model_of("paligemma").config), "token_type_ids"),
-    (
-        planned(lambda: images.model_of("paligemma").config, BATCH | {"token_type_ids": torch.zeros(1, 7)}),
-        r"token_type_ids must be \[B, S\] = \(1, 64\)",
-    ),
+    (called(model="gemma3", after=lambda m: given(layer_types=3 * ["full_attention"])(m.config)), "asks for"),
+    (planned("gemma3", sliding_window=None), "sliding_window=None"),
+    (planned("mistral", sliding_window=0), "sliding_window=0"),
+    (planned("llama4", attention_chunk_size=None), "attention_chunk_size"),
+    (planned("paligemma"), "token_type_ids"),
+    (planned("paligemma", BATCH | {"token_type_ids": torch.zeros(1, 7)}), r"must be \[B, S\] = \(1, 64\)"),
     (other_plan("mistral", sliding_window=9), "'sliding_attention' read up to 9"),
     (other_plan("llama4", attention_chunk_size=8), "'chunked_attention' read up to 8"),
     (other_plan("llama", (23, 40)), r"\(63, 1\) tokens"),
@@ -266,10 +249,10 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (called(TREE, "mixtral, auxiliary loss"), "shared prefixes once"),
     (called(hf.share_prefixes(BATCH), "deepseek_v32"), "tree"),
     # losses
-    (called(before=lambda m: _set(m, loss_function=print)), "loss function"),
+    (called(before=given(loss_function=print)), "loss function"),
     (called(after=lambda m: delattr(m, "_loss_function")), "replaced after"),
-    (with_z_loss(False), "WithZLoss adds a term"),
-    (with_z_loss(True), "WithZLoss adds a term"),
+    (called(model=llama(WithZLoss)), "WithZLoss adds a term"),
+    (called(model=llama(WithZLoss), before=given(in_place=True)), "WithZLoss adds a term"),
     # evaluation
     (called(before=nn.Module.eval), "model.train"),
     (called(PADDED, before=nn.Module.eval), "model.train"),
@@ -278,10 +261,7 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (called(model="mamba2", evaluated=True), PACKS),
     (called(OFFSETS, evaluated=True, act=lambda m, batch: m.model(**batch)), PACKS),
     (called(BATCH | {"attention_mask": torch.ones_like(IDS["labels"])}, evaluated=True), PACKS),
-    (
-        called(IDS | {"position_ids": ANEW, "attention_mask": (torch.arange(64) < 59).long()[None]}, evaluated=True),
-        PACKS,
-    ),
+    (called(IDS | {"position_ids": ANEW, "attention_mask": places(AT < 59)}, evaluated=True), PACKS),
     (called(IDS | {"position_ids": ANEW, "cu_seq_lens_q": [0, 23, 64]}, evaluated=True), PACKS),
 )  # fmt: skip
 
@@ -292,27 +272,18 @@ def test_wrong(call: Call, text: str) -> None:
         run_ranks(1, lambda rank, mesh: call(mesh))
 
 
-def test_fewer_tokens_than_ranks() -> None:
+class First:
+    """A balancer that gives the first rank everything."""
+
+    def assign(self, problem: Any, num_ranks: int) -> list[int]:
+        return [0] * problem.num_blocks
+
+
+def test_a_rank_without_a_token_or_a_mixer_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="a token on every rank"):
         tiny.train("llama", {"input_ids": torch.tensor([[5, 6]])}, 3)
-
-
-def test_blocks_longer_than_the_batch() -> None:
-    class First:
-        def assign(self, problem: Any, num_ranks: int) -> list[int]:
-            return [0] * problem.num_blocks
-
     with pytest.raises(ValueError, match="a token on every rank"):
         tiny.train("llama", BATCH, balancer=First())
-
-
-def test_a_mixer_that_no_plan_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would compute on a shard as if that were a whole batch."""
-    monkeypatch.setattr(mixers, "_BEHIND", ())
+    monkeypatch.setattr(mixers, "_BEHIND", ())  # it would compute on a shard as if that were a whole batch
     with pytest.raises(ValueError, match="JambaMambaMixer was called without the plan of its batch"):
         tiny.train("jamba", BATCH)
-
-
-def test_no_pooler() -> None:
-    model = BertModel(tiny.config_of("bert"), add_pooling_layer=False)
-    run_ranks(1, lambda rank, mesh: hf.context_parallel(model, mesh))

@@ -246,6 +246,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("kimi_linear", dict(linear_num_heads=2, linear_head_dim=8)),
     "falcon_h1": ("falcon_h1", dict(mamba_d_ssm=128, **_MAMBA2)),
     "granitemoehybrid": ("granitemoehybrid", dict(shared_intermediate_size=32, **_MAMBA2)),
+    "jamba, no attention": ("jamba", _ROUTED | dict(attn_layer_period=9, attn_layer_offset=8)),
+    "granitemoehybrid, no attention": ("granitemoehybrid", _ROUTED | dict(layer_types=["linear_attention"] * 3)),
     "jamba": ("jamba", dict(attn_layer_period=2, attn_layer_offset=1, num_hidden_layers=2, mamba_d_state=4)),
 }  # fmt: skip
 
@@ -395,6 +397,10 @@ def train(
 
 def step(model: torch.nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one batch."""
-    loss = model(**batch).loss
+    return differentiated(model, model(**batch).loss)
+
+
+def differentiated(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """A loss and its gradients."""
     loss.backward()
     return loss.item(), gradients(model)
