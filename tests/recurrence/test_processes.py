@@ -80,12 +80,3 @@ def test_compiled_once_for_all_plans_and_checkpointed(gloo_pool: GlooPool, compi
     for count, orders in results:
         assert count == 2 * compiled
         assert orders == ["run run start run wait compose run", "vjp compose_vjp start vjp wait vjp vjp"][:count]
-
-
-def _routes(rank: int, mesh: Any, plan: Any) -> None:
-    recurrence.recurrence_route(plan, mesh, conv_width=3 + rank)
-
-
-def test_routes_that_differ(gloo_pool: GlooPool) -> None:
-    with pytest.raises(ValueError, match="recurrence_route"):
-        gloo_pool.run(2, _routes, plan_of(CUTS[1], 2))

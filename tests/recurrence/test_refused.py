@@ -91,7 +91,3 @@ def test_second_derivatives_are_refused(call: Callable[[torch.Tensor], torch.Ten
     v = V.clone().requires_grad_()
     with pytest.raises(NotImplementedError, match="second derivatives"):
         torch.autograd.grad(call(v).sum(), v, create_graph=True)
-
-
-def test_weights_of_conv1d_are_taken() -> None:
-    assert conv(X, W.unsqueeze(1)).shape == X.shape

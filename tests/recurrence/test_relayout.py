@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 import spanwise
-from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
 BALANCERS = ("contiguous", "head_tail", "lpt", "local")
@@ -76,22 +74,3 @@ def test_only_tokens_that_change_their_rank_travel() -> None:
     plans = [_plan(40, 4, "head_tail"), _plan(40, 4, "contiguous")]
     for sent, must in run_ranks(4, _bytes_moved, plans):
         assert sent == must
-
-
-def _on_process(rank: int, mesh: Any, plans: Any, x: torch.Tensor, compiled: bool) -> Any:
-    torch._dynamo.reset()
-    way = spanwise.relayout_route(*plans, mesh)
-    move = torch.compile(spanwise.relayout, fullgraph=True, backend="aot_eager") if compiled else spanwise.relayout
-    mine = plans[0].shard(x, rank).clone().requires_grad_()
-    moved = move(mine, way)
-    moved.backward(plans[1].shard(x, rank))
-    return moved.detach(), mine.grad
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiles)])
-def test_processes(gloo_pool: GlooPool, compiled: bool) -> None:
-    plans = [_plan(29, 3, "head_tail"), _plan(29, 3, "contiguous")]
-    x = torch.randn(1, 29, 4)
-    for rank, (moved, grad) in enumerate(gloo_pool.run(3, _on_process, plans, x, compiled)):
-        assert torch.equal(moved, plans[1].shard(x, rank))
-        assert torch.equal(grad, plans[0].shard(x, rank))

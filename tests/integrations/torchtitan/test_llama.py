@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 pytest.importorskip("torchtitan.models.llama3", reason="torchtitan (Python 3.11), or triton, is not installed")
 
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
@@ -19,6 +17,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 import spanwise
 from spanwise.integrations import torchtitan as titan
 from tests.integrations.torchtitan import tiny
+from tests.oracle import dense_attention
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
@@ -29,20 +28,24 @@ def _inner(model: Any) -> list[Any]:
     return [layer.attention.inner_attention for layer in model.layers.values()]
 
 
-def _step(model: Any, mesh: Any, batch: Any, extra: dict[str, Any], **options: Any) -> Any:
+def _train(
+    rank: int, mesh: Any, batch: Any, extra: dict[str, Any] | None = None, change: Any = None, **options: Any
+) -> tiny.Step:
+    """A rank's part of the loss, and its gradients, of a model that is changed after context parallelism."""
+    model = tiny.model_of()
+    titan.apply_cp_to_forward(_inner(model), mesh)
+    if change is not None:
+        change(model, mesh)
     inputs, labels, positions = batch
     count = int((labels != tiny.IGNORE_INDEX).sum())
     inputs, labels, kwargs = titan.prepare_context_parallel_input(
-        inputs, labels, {"positions": positions, **extra}, mesh, **options
+        inputs, labels, {"positions": positions} | (extra or {}), mesh, **options
     )
-    return tiny.step(model, labels, count, inputs, **kwargs), kwargs
+    assert isinstance(kwargs["attention_masks"], titan.PlannedMask)
+    return tiny.step(model, labels, count, inputs, **kwargs), tiny.gradients_of(model)
 
 
-def _train(rank: int, mesh: Any, batch: Any, extra: dict[str, Any] | None = None, **options: Any) -> Any:
-    model = tiny.model_of()
-    titan.apply_cp_to_forward(_inner(model), mesh)
-    loss, _ = _step(model, mesh, batch, extra or {}, **options)
-    return loss, tiny.gradients_of(model)
+HALVES = spanwise.SpanMask.documents([0, 50, 101])
 
 
 @pytest.mark.parametrize(
@@ -50,11 +53,10 @@ def _train(rank: int, mesh: Any, batch: Any, extra: dict[str, Any] | None = None
     [
         (4, dict(load_balancer_type="headtail")),
         (3, dict(load_balancer_type=None)),
-        (2, dict(mask=spanwise.SpanMask.documents([0, 50, 101]))),  # goes before the positions
-        (2, dict(plan=spanwise.make_plan(spanwise.SpanMask.documents([0, 50, 101]), 2, balancer="ptrr", block_size=8))),
+        (2, dict(mask=HALVES)),  # goes before the positions
+        (2, dict(plan=spanwise.make_plan(HALVES, 2, balancer="ptrr", block_size=8))),
         (2, dict(extra="a block mask")),
     ],
-    ids=["headtail", "contiguous", "mask", "plan", "block mask"],
 )
 def test_packed_documents(num_ranks: int, options: dict[str, Any]) -> None:
     """Rotary embeddings are relative, so results are equal for documents by `mask` and positions of one document."""
@@ -72,35 +74,32 @@ def test_packed_documents(num_ranks: int, options: dict[str, Any]) -> None:
     tiny.check(run_ranks(num_ranks, _train, batch, **options), want)
 
 
-def _sharded(rank: int, mesh: Any, batch: Any, more: str) -> Any:
+def _checkpointed(model: Any, mesh: Any) -> None:
+    FullAC.Config().build(dump_folder="").apply(model)
+    _sharded(model, mesh)
+
+
+def _compiled(model: Any, mesh: Any) -> None:
     torch._dynamo.reset()  # processes are reused
-    model = tiny.model_of()
-    titan.apply_cp_to_forward(_inner(model), mesh)
-    if more == "checkpointing":
-        FullAC.Config().build(dump_folder="").apply(model)
-    else:
-        for layer in model.layers.values():
-            layer.compile(backend="aot_eager", fullgraph=True)
+    for layer in model.layers.values():
+        layer.compile(backend="aot_eager", fullgraph=True)
+    _sharded(model, mesh)
+
+
+def _sharded(model: Any, mesh: Any) -> None:
     apply_fsdp_to_decoder(model, mesh, torch.float32, torch.float32, pp_enabled=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sum
-    loss, kwargs = _step(model, mesh, batch, {}, exchange="needed", stages=1)
-    assert isinstance(kwargs["attention_masks"], titan.PlannedMask)
-    held = tiny.gradients_of(model)
-    return loss, {
-        name.replace("_checkpoint_wrapped_module.", ""): g.full_tensor() if isinstance(g, DTensor) else g
-        for name, g in held.items()
-    }
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("more", ["checkpointing", "compile"])
-def test_fsdp(gloo_pool: GlooPool, more: str) -> None:
+@pytest.mark.parametrize("change", [_checkpointed, _compiled])
+def test_fsdp(gloo_pool: GlooPool, change: Any) -> None:
+    """FSDP sums gradients over ranks."""
     batch = tiny.batch_of(ROWS)
-    results = gloo_pool.run(2, _sharded, batch, more)
-    loss, gradients = tiny.reference(ROWS, batch)
-    tiny.check([results[0], (results[1][0], {name: 0 * g for name, g in gradients.items()})], (loss, gradients))
+    results = gloo_pool.run(2, _train, batch, change=change, exchange="needed", stages=1)
+    tiny.check([results[0], (results[1][0], dict.fromkeys(results[1][1], 0))], tiny.reference(ROWS, batch))
 
 
 def _attended(layers: Any, x: torch.Tensor, masks: Any) -> torch.Tensor:
@@ -114,10 +113,8 @@ def _attended(layers: Any, x: torch.Tensor, masks: Any) -> torch.Tensor:
 
 def _dense(q: Any, k: Any, v: Any, *, attention_masks: Any, scale: float, out_transform: Any, **_: Any) -> Any:
     """Attention with a dense mask, for one device."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = (scale * q @ k.mT).masked_fill(~attention_masks.unsqueeze(1), -math.inf)
-    return out_transform((scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2))
+    out, lse = dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), attention_masks, scale)
+    return out_transform(out.transpose(1, 2), lse.transpose(1, 2))
 
 
 def _two_masks(rank: int, mesh: Any, x: torch.Tensor, out: torch.Tensor, positions: torch.Tensor, masks: Any) -> Any:
@@ -142,13 +139,12 @@ def test_two_masks_and_sinks() -> None:
 
     document, i, j = (positions == 0).cumsum(1), torch.arange(101)[:, None], torch.arange(101)
     basic = (document[:, :, None] == document[:, None]) & (j <= i)
-    want = x.clone().requires_grad_()
-    out = _attended([_dense, _dense], want, {"basic_mask": basic, "sliding_window_mask": basic & (i - j <= 9)})
-    out.backward(cotangent)
-    assert want.grad is not None
-    torch.testing.assert_close(sum(grad for _, grad in results), want.grad)
-    for whole, _ in results:
-        torch.testing.assert_close(whole, out.detach())
+    whole = x.clone().requires_grad_()
+    out = _attended([_dense, _dense], whole, {"basic_mask": basic, "sliding_window_mask": basic & (i - j <= 9)})
+    (grad,) = torch.autograd.grad(out, whole, cotangent)
+    torch.testing.assert_close(sum(grad for _, grad in results), grad)
+    for got, _ in results:
+        torch.testing.assert_close(got, out.detach())
 
 
 def _refused(rank: int, mesh: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs
@@ -49,7 +50,9 @@ def step(model: Any, labels: torch.Tensor, count: int, *args: Any, **kwargs: Any
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    """Whole gradients by name."""
+    held = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in held.items() if g is not None}
 
 
 def reference(rows: Rows, batch: tuple[torch.Tensor, ...]) -> Step:

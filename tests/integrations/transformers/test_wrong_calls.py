@@ -205,7 +205,7 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (called(model="opt", layerdrop=0.5), "layerdrop"),
     (called(model=lambda: nn.Linear(2, 2)), "got Linear"),
     (called(model="recurrent_gemma"), "not known to carry a state"),
-    (called(model="qwen3_next", before=given(lambda m: m.model.layers[0].linear_attn, __class__=OwnMixer)), "OwnMixer"),
+    (called(model="qwen3_next", before=given(lambda m: m.model.layers[0].linear_attn, __class__=OwnMixer)), "known"),
     (called(before=given(lambda m: m.model.layers[1], conv=nn.Conv1d(8, 8, 4))), "layers.1.conv"),
     (called(model="bamba", before=given(lambda m: m.model.layers[0].mamba, forward=print)), "BambaMixer"),
     (called(before=own_attention), "attention 'mine' of LlamaForCausalLM"),
