@@ -1,11 +1,10 @@
-"""Hosts for benchmarks over a slow network: network namespaces with one or several processes each (Linux, root).
+"""Hosts for benchmarks over a slow network: processes in network namespaces of their own (Linux, root).
 
-`run` calls a function in a process for each rank, in a gloo group of all.
+`run` calls a function on each, in a gloo group of all.
 
 Two hosts share one veth pair, more of them a bridge in a namespace of its own. A token bucket (``tc tbf``, tc-tbf(8))
-at both ends of each veth limits what a host sends and what it receives to the same rate. Processes of one host reach
-one another over its loopback, which nothing limits. The namespaces have no names: the kernel removes each, with all
-interfaces in it, when its processes end, and they end with this one.
+at both ends of each veth limits what a host sends and what it receives to the same rate. The namespaces have no names:
+the kernel removes each, with all interfaces in it, when its process ends, and they end with this one.
 """
 
 from __future__ import annotations
@@ -53,32 +52,28 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(
-    answer: Callable[[dict[str, Any]], Any], job: dict[str, Any], num_hosts: int, rate: float, *, per_host: int = 1
-) -> list[Any]:
-    """What `answer` returns on every rank, in the order of ranks, host by host.
+def run(answer: Callable[[dict[str, Any]], Any], job: dict[str, Any], size: int, rate: float) -> list[Any]:
+    """What `answer` returns on every rank, in the order of ranks.
 
     Args:
-        answer: a function of a module; it gets the job with "rank" and "per_host".
-        num_hosts: 2 or more.
-        rate: bits/s that each host sends, and receives.
-        per_host: processes of a host.
+        answer: a function of a module; it gets the job with "rank".
+        size: hosts, 2 or more.
+        rate: bits/s that each sends, and receives.
 
     Raises:
         torch.multiprocessing.ProcessException: a process failed.
         TimeoutError: they did not end in time.
     """
-    size = num_hosts * per_host
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
-        arguments = answer, job | {"per_host": per_host}, size, folder
+        arguments = answer, job, size, folder
         # One process more holds the namespace of the bridge.
         hosts = mp.start_processes(_rank, arguments, size + 1, join=False, daemon=True, start_method="spawn")
         try:
             deadline = time.monotonic() + LIMIT
-            while sum(_exists(folder, f"inside-{rank}") for rank in range(size + 1)) <= size:
+            while not all(Path(folder, f"inside-{rank}").exists() for rank in range(size + 1)):
                 _join(hosts, deadline)
             pids = hosts.pids()
-            _wire(pids[:size:per_host], pids[size], rate)
+            _wire(pids[:size], pids[size], rate)
             Path(folder, "wired").touch()
             while not _join(hosts, deadline):
                 pass
@@ -95,25 +90,12 @@ def _join(hosts: Any, deadline: float) -> bool:
     return hosts.join(timeout=0.1)
 
 
-def _exists(folder: str, name: str) -> bool:
-    return Path(folder, name).exists()
-
-
 def _rank(rank: int, answer: Callable[[dict[str, Any]], Any], job: dict[str, Any], size: int, folder: str) -> None:
-    """A rank in its host's namespace, and its answer to the job; the last process waits for the others."""
-    libc, first = ctypes.CDLL(None), rank - rank % job["per_host"]
+    """A rank in a namespace of its own, and its answer to the job; the last process waits for the others."""
+    libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
-    if rank == first:
-        refused = libc.unshare(_CLONE_NEWNET)
-    else:
-        _wait(folder, f"inside-{first}")
-        pid = Path(folder, f"inside-{first}").read_text()
-        with open(f"/proc/{pid}/ns/net") as namespace:
-            refused = libc.setns(namespace.fileno(), _CLONE_NEWNET)
-    assert not refused, "no network namespace"
-    half = Path(folder, f"half-{rank}")
-    half.write_text(str(os.getpid()))
-    half.rename(f"{folder}/inside-{rank}")
+    assert libc.unshare(_CLONE_NEWNET) == 0, "no network namespace"
+    Path(folder, f"inside-{rank}").touch()
     _wait(folder, "wired")
     if rank < size:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
@@ -128,7 +110,7 @@ def _rank(rank: int, answer: Callable[[dict[str, Any]], Any], job: dict[str, Any
 
 
 def _wait(folder: str, name: str) -> None:
-    while not _exists(folder, name):
+    while not Path(folder, name).exists():
         time.sleep(0.02)
 
 

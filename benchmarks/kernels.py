@@ -19,16 +19,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import spanwise
 from benchmarks.plan import document_offsets
 from benchmarks.publish import Result, main, resident, take_turns
-from spanwise.attention.kernels.base import AttentionOptions, Chunk
-from spanwise.attention.kernels.table import KERNELS
-from spanwise.masks.span_mask import SpanMask
+from spanwise import SpanMask
 
 BLOCK_SIZE = 128
 # tokens, heads, head dim, repeats
 SIZES = ((8192, 8, 64, 5), (8192, 4, 128, 5), (32_768, 4, 64, 2), (32_768, 2, 128, 2))
-QUICK_SIZES = ((2048, 4, 64, 5),)
 
 
 def short_documents(seq_len: int) -> np.ndarray:
@@ -38,25 +36,21 @@ def short_documents(seq_len: int) -> np.ndarray:
 
 def masks(seq_len: int) -> dict[str, SpanMask]:
     """The masks by name; the causal mask and the documents each have a baseline in torch."""
-    left = min(1024, seq_len // 4)
     rows = np.arange(seq_len)
     global_keys = SpanMask(np.zeros((1, seq_len)).astype(int), np.minimum(rows + 1, 256)[None], seq_len)
-    named = {
+    return {
         "causal": SpanMask.causal(seq_len),
         "documents": SpanMask.documents(short_documents(seq_len)),
-        f"window {left}": SpanMask.sliding_window(seq_len, left - 1),
-        f"window {4 * left}": SpanMask.sliding_window(seq_len, 4 * left - 1),
-        f"window {left} + 256 global": SpanMask.sliding_window(seq_len, left - 1) | global_keys,
+        "window 1024": SpanMask.sliding_window(seq_len, 1023),
+        "window 4096": SpanMask.sliding_window(seq_len, 4095),
+        "window 1024 + 256 global": SpanMask.sliding_window(seq_len, 1023) | global_keys,
         "shared prefix": SpanMask.shared_prefix(seq_len // 4, np.diff(short_documents(seq_len - seq_len // 4))),
     }
-    if 4 * left >= seq_len:
-        del named[f"window {4 * left}"]
-    return named
 
 
 def of_masks(quick: bool = False) -> Result:
     """Times in seconds, memory in bytes."""
-    sizes = QUICK_SIZES if quick else SIZES
+    sizes = ((8192, 1, 64, 2),) if quick else SIZES
     rows = [row for size in sizes for row in measure(*size)]
     tokens, heads, dim, _ = max(sizes, key=lambda size: (size[0], -size[2]))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
@@ -68,7 +62,7 @@ def of_masks(quick: bool = False) -> Result:
 
 def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, Any]]:
     """Times of every mask at one size, and their ratios to the baselines; float32, batch 1."""
-    q, k, v, grad = _inputs(tokens, heads, dim)
+    inputs = q, k, v, _ = _inputs(tokens, heads, dim)
     offsets = short_documents(tokens).tolist()
 
     def torch_causal(first: int = 0, stop: int = tokens) -> torch.Tensor:
@@ -79,7 +73,7 @@ def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, A
     forwards = {name: _spanwise(mask, q, k, v) for name, mask in named.items()}
     forwards["torch causal"] = torch_causal
     forwards["torch, loop over documents"] = lambda: torch.cat([torch_causal(*run) for run in pairwise(offsets)], dim=2)
-    steps = {name: _with_backward(forward, (q, k, v), grad) for name, forward in forwards.items()}
+    steps = {name: functools.partial(_step, forward, inputs) for name, forward in forwards.items()}
     seconds = {name: min(found) for name, found in take_turns(steps, repeats).items()}
 
     blocks = {name: int(mask.block_counts(BLOCK_SIZE).sum()) for name, mask in named.items()}
@@ -91,13 +85,11 @@ def measure(tokens: int, heads: int, dim: int, repeats: int) -> list[dict[str, A
         baseline = baselines.get(name, "blocks at the causal rate")
         baseline_seconds = seconds.get(baseline, seconds_a_block * blocks[name])
         flops = 14 * dim * heads * int(mask.area().sum())
-        rows.append(
-            {
-                "tokens": tokens, "heads": heads, "dim": dim, "mask": name, "blocks": blocks[name], "flops": flops,
-                "seconds": seconds[name], "gflops_per_second": flops / seconds[name] / 1e9, "baseline": baseline,
-                "baseline_seconds": baseline_seconds, "ratio": seconds[name] / baseline_seconds,
-            }
-        )  # fmt: skip
+        rows.append({
+            "tokens": tokens, "heads": heads, "dim": dim, "mask": name, "blocks": blocks[name], "flops": flops,
+            "seconds": seconds[name], "gflops_per_second": flops / seconds[name] / 1e9, "baseline": baseline,
+            "baseline_seconds": baseline_seconds, "ratio": seconds[name] / baseline_seconds,
+        })  # fmt: skip
     return rows
 
 
@@ -106,11 +98,11 @@ def _peak_bytes(which: str, tokens: int, heads: int, dim: int) -> int:
     before = 0
     for size in (256, tokens):  # the small one loads libraries and code
         before = resident("VmRSS")
-        q, k, v, grad = _inputs(size, heads, dim)
-        forward = _spanwise(SpanMask.causal(size), q, k, v)
+        inputs = _inputs(size, heads, dim)
+        forward = _spanwise(SpanMask.causal(size), *inputs[:3])
         if which == "torch":
-            forward = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        _with_backward(forward, (q, k, v), grad)()
+            forward = functools.partial(F.scaled_dot_product_attention, *inputs[:3], is_causal=True)
+        _step(forward, inputs)
     return resident("VmHWM") - before
 
 
@@ -121,20 +113,14 @@ def _inputs(tokens: int, heads: int, dim: int) -> list[torch.Tensor]:
     return [x.requires_grad_(i < 3) for i, x in enumerate(tensors)]
 
 
-def _spanwise(mask: SpanMask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-    start, end = torch.from_numpy(mask.start.copy()), torch.from_numpy(mask.end.copy())
-    positions = torch.arange(q.shape[2])[None]
-    chunk, options = Chunk(start, end, positions), AttentionOptions()
-    return lambda: KERNELS["sdpa"].attend(q, k, v, chunk, positions, options)[0]
+def _spanwise(mask: SpanMask, *qkv: torch.Tensor) -> Callable[[], torch.Tensor]:
+    local = spanwise.make_plan(mask, 1).local(None)
+    return lambda: spanwise.context_parallel_attention(*qkv, local, kernel="sdpa")
 
 
-def _with_backward(
-    forward: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...], grad: torch.Tensor
-) -> Callable[[], None]:
-    def step() -> None:
-        torch.autograd.grad(forward(), inputs, grad)
-
-    return step
+def _step(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Forward and backward; the last input is the cotangent."""
+    torch.autograd.grad(forward(), inputs[:3], inputs[3])
 
 
 if __name__ == "__main__":

@@ -4,18 +4,14 @@
 
 Llama-3 8B and DeepSeek-V3 on 64 and 256 ranks, from meta-pytorch/autoparallel, `tools/overlap_simulator`. DIRECTORY has
 its ``repro_*.py`` and ``*.table``, and ``costs/NAME.json``: milliseconds by node. NCCL tables price buckets.
-Two memory budgets: the default, and the peak of PyTorch's order. No GPU is needed: CUDA tensors are fake, and
-``guard.cpp`` beside the graphs registers a device guard that does nothing.
+Two memory budgets: the default, and the peak of PyTorch's order. No GPU is needed: CUDA tensors are fake.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import re
-import subprocess
-import tempfile
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -31,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from benchmarks.publish import publish
+from benchmarks.cuda_compile.pretend import load_guard
+from benchmarks.publish import write
 from spanwise.overlap.engine import Timeline
 from spanwise.overlap.fx.operators import STARTS, group_of, nodes_in, tensors_of
 from spanwise.overlap.optimize import optimize
@@ -109,19 +106,17 @@ class Tables:
         return LATENCY + moved / rate
 
 
-def row_of(timeline: Timeline, **more: float) -> dict[str, float]:
-    launches = len(timeline.dag.starts)
-    return {"ms": timeline.makespan, "gib": timeline.peak_bytes / 2**30, "launches": launches, **more}
+def row_of(line: Timeline, **more: float) -> dict[str, float]:
+    return {"ms": line.makespan, "gib": line.peak_bytes / 2**30, "launches": len(line.dag.starts), **more}
 
 
-def case_of(path: Path) -> dict[str, Any]:
+def case_of(costs: Path) -> dict[str, Any]:
     """All orders of one graph."""
-    gm, names = load(path)
-    name = path.stem.removeprefix("repro_")
+    directory, name = costs.parents[1], costs.stem
+    gm, names = load(directory / f"repro_{name}.py")
     sizes = {group: found["size"] for group, found in names["get_pg_config"]().items()}
-    table = (path.parent / names["get_colls_estimations_file"]()).read_text()
+    table = (directory / names["get_colls_estimations_file"]()).read_text()
     aliases = names.get("get_colls_group_mapping", dict)()
-    ms = json.loads((path.parent / "costs" / f"{name}.json").read_text())
     ranked = sorted(sizes, key=lambda group: -sizes[group])  # the first has all ranks
     called = {group: str(number) for number, group in enumerate(ranked)}  # as torch names groups
     for node in gm.graph.nodes:
@@ -129,7 +124,7 @@ def case_of(path: Path) -> dict[str, Any]:
             node.args = tuple(called.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
     sizes = {called[group]: size for group, size in sizes.items()}
     aliases = {new: aliases.get(group, group) for group, new in called.items()}
-    cost = Tables(ms, table, sizes, aliases)
+    cost = Tables(json.loads(costs.read_text()), table, sizes, aliases)
     found: dict[str, Any] = {"nodes": len(gm.graph.nodes)}
     budgets: dict[str, int | None] = {"": None}
     try:
@@ -156,18 +151,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the names of graphs")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        library, torch_path = f"{folder}/guard.so", Path(torch.__file__).parent
-        flags = ["-std=c++20", "-fPIC", "-shared", f"-I{torch_path}/include", f"-L{torch_path}/lib", "-lc10"]
-        subprocess.run(["g++", args.directory / "guard.cpp", *flags, "-o", library], check=True)
-        ctypes.CDLL(library)
+    load_guard()
     cases = []
-    for path in sorted(args.directory.glob("repro_*.py")):
-        known = (args.directory / "costs" / f"{path.stem.removeprefix('repro_')}.json").exists()
-        if known and args.only in path.stem:
-            cases.append(case_of(path))
+    for costs in sorted(args.directory.glob("costs/*.json")):
+        if args.only in costs.stem:
+            cases.append(case_of(costs))
             print(json.dumps(cases[-1]), flush=True)
-            publish({"torch": torch.__version__, "cases": cases}, args.out)
+            write({"torch": torch.__version__, "cases": cases}, args.out)
 
 
 if __name__ == "__main__":

@@ -40,16 +40,14 @@ def write(result: Result, out: Path | None) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def take_turns(
-    steps: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
+def take_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each step in each round; all take turns, so that a busy machine slows all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            began = clock()
+            began = time.perf_counter()
             step()
-            seconds[name].append(clock() - began)
+            seconds[name].append(time.perf_counter() - began)
     return seconds
 
 

@@ -4,13 +4,12 @@
     sudo python -m benchmarks.slow_link --exchanges --seeds 0 --repeats 3 --out …    # ring, Ulysses
     sudo python -m benchmarks.slow_link --latents --rate 50 --out …                  # multi-head latent attention
 
-Hosts are network namespaces (`hosts`) of one process each. On one mask it times, in turns within one run, forward +
+Hosts are network namespaces (`hosts`). On one mask it times, in turns within one run, forward +
 backward of `context_parallel_attention` by each way to bring K/V, and its kernels alone, on all hosts at once, K/V
 already there. With `--exchanges` it compares needed, ring (one shard after the other, fetched again in the backward)
-and Ulysses, 8 query heads and 2 of K/V; and on two hosts of two processes Ulysses inside the hosts with needed or a
-ring between them. "reached" is the step of the first way over that of another; "step_ratio" is `plan.predict()` over
-the step, from figures that were calibrated on these hosts on other shapes. Outputs and gradients are compared with
-float64 attention on one device.
+and Ulysses, 8 query heads and 2 of K/V. "reached" is the step of the first way over that of another; "step_ratio" is
+`plan.predict()` over the step, from figures that were calibrated on these hosts on other shapes. Outputs and gradients
+are compared with float64 attention on one device.
 
 With `--latents`, K and V of 8 heads come from 144 numbers a token, on two hosts: expanded before the exchange, or after
 it (``expand=``). All gradients are compared.
@@ -63,7 +62,6 @@ class Scenario:
         rate: bits/s of each link.
         seed: of documents and data.
         window: keys to the left, of kind "window".
-        per_host: ranks of a host.
     """
 
     name: str
@@ -75,7 +73,6 @@ class Scenario:
     seed: int = 0
     window: int | None = None
     kv_heads: int = HEADS
-    per_host: int = 1
 
     def offsets(self) -> np.ndarray:
         """Document offsets ``[num_docs + 1]``; one document unless the mask has several."""
@@ -103,38 +100,32 @@ class Scenario:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to bring keys to queries, with the options of `make_plan`; `two_level`: Ulysses inside a host."""
+    """One way to bring keys to queries, with the options of `make_plan`."""
 
     name: str
     exchange: str
     stages: int | None = None
     keep_kv: bool | None = None
-    two_level: bool = False
 
 
-NEEDED, GATHER = Variant("needed", "needed", 1), Variant("all_gather", "all_gather")
-RING, ULYSSES = Variant("ring", "ring", keep_kv=False), Variant("ulysses", "ulysses")
-TWO_LEVELS = [
-    Variant("ulysses, needed", "needed", 1, two_level=True),
-    Variant("ulysses, ring", "ring", keep_kv=False, two_level=True),
-]
+NEEDED = Variant("needed", "needed", 1)
+GATHERS = [Variant("all_gather", "all_gather"), NEEDED, Variant("needed, 4 pieces", "needed", 4)]
+OTHERS = [NEEDED, Variant("ring", "ring", keep_kv=False), Variant("ulysses", "ulysses")]
 
 
 def make_plan(scenario: Scenario, variant: Variant, hardware: Hardware) -> spanwise.Plan:
     """The plan of one variant; the layout is the same for all of a scenario that do not trade heads for tokens."""
-    hosts, inside = scenario.num_hosts, scenario.per_host
     return spanwise.make_plan(
-        scenario.mask(), (hosts, inside) if variant.two_level else hosts * inside, balancer=scenario.balancer,
-        exchange=variant.exchange, num_q_heads=HEADS, num_kv_heads=scenario.kv_heads, head_dim=HEAD_DIM,
-        dtype=torch.float32, stages=variant.stages, keep_kv=variant.keep_kv, hardware=hardware,
-        cu_seqlens=scenario.offsets(),
+        scenario.mask(), scenario.num_hosts, balancer=scenario.balancer, exchange=variant.exchange,
+        stages=variant.stages, keep_kv=variant.keep_kv, num_q_heads=HEADS, num_kv_heads=scenario.kv_heads,
+        head_dim=HEAD_DIM, dtype=torch.float32, hardware=hardware, cu_seqlens=scenario.offsets(),
     )  # fmt: skip
 
 
 def rates(job: dict[str, Any]) -> dict[str, Any]:
-    """Figures of these hosts. All have the machine's name, so it is given how many ranks a host has."""
+    """Figures of these hosts. All have the machine's name, so it is given that a host has one rank."""
     heads = {"num_q_heads": HEADS, "num_kv_heads": job["kv_heads"], "head_dim": HEAD_DIM}
-    return calibrate(_mesh(False, 1), **heads, host_size=job["per_host"]).hardware.to_dict()
+    return calibrate(_mesh(), **heads, host_size=1).hardware.to_dict()
 
 
 def variants(job: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +134,7 @@ def variants(job: dict[str, Any]) -> dict[str, Any]:
     whole = scenario.draw()
     calls: dict[str, Callable[[], Any]] = {}
     for variant in (Variant(**fields) for fields in job["variants"]):
-        plan, mesh = make_plan(scenario, variant, hardware), _mesh(variant.two_level, job["per_host"])
+        plan, mesh = make_plan(scenario, variant, hardware), _mesh()
         *qkv, grad = (plan.shard(x, job["rank"], dim=2) for x in whole)
         local = plan.local(mesh, "cpu")
         attend = functools.partial(spanwise.context_parallel_attention, plan=local, kernel="sdpa")
@@ -154,11 +145,8 @@ def variants(job: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": outputs, "threads": torch.get_num_threads(), "times": timed(calls, job["repeats"])}
 
 
-def _mesh(two_level: bool, per_host: int) -> DeviceMesh:
-    ranks = dist.get_world_size()
-    if not two_level:
-        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-    return init_device_mesh("cpu", (ranks // per_host, per_host), mesh_dim_names=("cp_outer", "cp_inner"))
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def _step(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], grad: torch.Tensor) -> Results:
@@ -190,7 +178,7 @@ def _compute(
 
 def latents(job: dict[str, Any]) -> dict[str, Any]:
     """Of one rank: times of both ways to bring latents to queries, and the largest difference of their results."""
-    mesh = _mesh(False, 1)
+    mesh = _mesh()
     plan = latent_plan(job["mask"], None, None)
     local = plan.local(mesh)
     torch.manual_seed(0)
@@ -228,7 +216,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s that each host sends, and receives")
     parser.add_argument("--seq-len", type=int, default=16_384)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of the document masks")
-    parser.add_argument("--exchanges", action="store_true", help="ring, Ulysses and two levels beside needed")
+    parser.add_argument("--exchanges", action="store_true", help="ring and Ulysses beside needed")
     parser.add_argument("--latents", action="store_true", help="latents against K and V, on two hosts")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -236,19 +224,15 @@ def main() -> None:
     check()
     result: dict[str, Any] = {"machine": machine(), "mbit_per_second": args.rate, "hardware": [], "rows": []}
     rate, kv_heads = args.rate * 1e6, 2 if args.exchanges else HEADS
-    sizes = [(n, 1) for n in args.hosts] + ([(2, 2)] if args.exchanges else [])
-    for hosts, inside in [(2, 1)] if args.latents else sizes:
-        measured = run(rates, {"kv_heads": kv_heads}, hosts, rate, per_host=inside)[0]
+    for hosts in [2] if args.latents else args.hosts:
+        measured = run(rates, {"kv_heads": kv_heads}, hosts, rate)[0]
         hardware = Hardware.from_dict(measured)
         result["hardware"].append(measured)
         if args.latents:
             result["rows"] = [latent_row(mask, hardware, rate, args.repeats) for mask in LATENT_MASKS]
             continue
-        ways = [GATHER, NEEDED, Variant("needed, 4 pieces", "needed", 4)]
-        if args.exchanges:
-            ways = [NEEDED, *([RING, ULYSSES] if inside == 1 else TWO_LEVELS)]
-        common = {"num_hosts": hosts, "rate": rate, "per_host": inside, "kv_heads": kv_heads}
-        for scenario in scenarios(args, common):
+        for scenario in scenarios(args, {"num_hosts": hosts, "rate": rate, "kv_heads": kv_heads}):
+            ways = OTHERS if args.exchanges else GATHERS
             result["rows"].append(scenario_row(scenario, ways, args.repeats, hardware))
             write(result, args.out)
     publish(result, args.out)
@@ -275,7 +259,7 @@ def scenario_row(scenario: Scenario, ways: list[Variant], repeats: int, hardware
         "scenario": dataclasses.asdict(scenario), "variants": [dataclasses.asdict(variant) for variant in ways],
         "repeats": repeats, "hardware": hardware.to_dict(),
     }  # fmt: skip
-    ranks = run(variants, job, scenario.num_hosts, scenario.rate, per_host=scenario.per_host)
+    ranks = run(variants, job, scenario.num_hosts, scenario.rate)
     median = {name: statistics.median(seconds) for name, seconds in spans(ranks).items()}
     rows = []
     for variant in ways:

@@ -63,8 +63,7 @@ def link_name(row: Row) -> str:
     name = scenario["name"]
     if scenario["kind"] == "causal":
         name += f" {scenario['seq_len']:,}, {scenario['balancer']}"
-    inside = f" of {scenario['per_host']} ranks" if scenario.get("per_host", 1) > 1 else ""
-    return f"{name}; {scenario['num_hosts']}{inside}"
+    return f"{name}; {scenario['num_hosts']}"
 
 
 def slow_link() -> str:
@@ -90,9 +89,8 @@ def exchanges() -> str:
         if row["scenario"]["kind"] != "documents":
             continue
         for one in row["variants"]:
-            name = one["name"].replace("ulysses, ", "ulysses inside, ")
-            seconds = [f"{one[f'{key}_seconds']:.2f}" for key in ("step", "compute")]
-            body.append([f"{link_name(row).split('; ')[1]}", name, *seconds, f"{one['predicted']['step_ratio']:.2f}"])
+            figures = one["step_seconds"], one["compute_seconds"], one["predicted"]["step_ratio"]
+            body.append([f"{row['scenario']['num_hosts']}", one["name"], *(f"{figure:.2f}" for figure in figures)])
     header = ["hosts", "exchange", "step", "compute", "predicted / measured"]
     return table(header, body)
 

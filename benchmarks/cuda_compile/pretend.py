@@ -55,6 +55,14 @@ def restart() -> None:
         })  # fmt: skip
 
 
+def load_guard() -> None:
+    """Register a guard of CUDA devices that does nothing, which torch needs to trace for one."""
+    import torch
+
+    folder = Path(torch.__file__).parent
+    ctypes.CDLL(str(_built(HERE / "device.cpp", [f"-I{folder}/include", f"-L{folder}/lib", "-lc10"])))
+
+
 def _built(source: Path, options: list[str]) -> Path:
     """The library of a C++ file, kept beside the other temporary files."""
     library = Path(tempfile.gettempdir(), f"spanwise-{source.stem}-{sys.version_info[1]}.so")
@@ -65,12 +73,8 @@ def _built(source: Path, options: list[str]) -> Path:
 
 def install() -> None:
     """Make torch and Triton of this process believe in the device."""
-    import torch
-
-    folder = Path(torch.__file__).parent
-    guard = _built(HERE / "device.cpp", [f"-I{folder}/include", f"-L{folder}/lib", "-lc10"])
     _torch_cuda()
-    ctypes.CDLL(str(guard))
+    load_guard()
     _inductor()
     _triton()
 

@@ -43,7 +43,7 @@ class Here(NamedTuple):
 
     Attributes:
         dry: on the CPU, at tiny sizes.
-        mesh: over all ranks, None for a step without a group; `levels`: ``(size // 2, 2)``, None for an odd size.
+        mesh: over all ranks, None for a step without a group.
         write: appends a row of its own to the step's; a crash afterwards cannot lose it.
         kept: what one row of this process leaves for others.
     """
@@ -51,7 +51,6 @@ class Here(NamedTuple):
     dry: bool
     rank: int
     mesh: DeviceMesh | None
-    levels: DeviceMesh | None
     write: Callable[[Row], None]
     kept: Row
 
@@ -69,7 +68,7 @@ class Step(NamedTuple):
 
     Attributes:
         rows: ``rows(dry)``, the most important first.
-        fill: ``fill(here, found, row)`` puts figures into `found`; the written row has the largest of all ranks.
+        fill: ``fill(here, found, row)`` puts figures into `found`; written are those of rank 0, or of one that failed.
         seconds: limit of the step; `row_seconds` of a row, which may compile.
         size: ranks that share the device; `backend` of their group, "" for none.
     """
@@ -155,14 +154,16 @@ def _rank(rank: int, step: Step, cells: Sequence[Row], first: int, dry: bool, fo
     else:
         torch.cuda.set_device(0)
     store = dist.FileStore(f"{folder}/store-{first}", step.size)
-    mesh = levels = None
+    mesh = None
     if backend := "gloo" if dry and step.backend else step.backend:
         timeout = timedelta(seconds=DRY_SECONDS if dry else step.row_seconds)
         world = dist.PrefixStore("world", store)
         dist.init_process_group(backend, store=world, rank=rank, world_size=step.size, timeout=timeout)
-        mesh = _mesh(dry, backend, (step.size,), ("cp",))
-        levels = None if step.size % 2 else _mesh(dry, backend, (step.size // 2, 2), ("outer", "inner"))
-    here = Here(dry, rank, mesh, levels, lambda row: _append(folder, row) if rank == 0 else None, {})
+        # The backend is named: where there is CUDA, releases of torch add NCCL to the groups of a mesh in a gloo world,
+        # and NCCL refuses ranks that share a device.
+        device, override = "cpu" if dry else "cuda", {"cp": backend}
+        mesh = init_device_mesh(device, (step.size,), mesh_dim_names=("cp",), backend_override=override)
+    here = Here(dry, rank, mesh, lambda row: _append(folder, row) if rank == 0 else None, {})
     shared = dist.PrefixStore("cells", store)
     for number in range(first, len(cells)):
         shared.set(f"{number}/{rank}", json.dumps(_filled(step, here, cells[number])))
@@ -172,19 +173,13 @@ def _rank(rank: int, step: Step, cells: Sequence[Row], first: int, dry: bool, fo
         except RuntimeError:  # a rank is late
             os._exit(1)
         found = [json.loads(shared.get(key)) for key in keys]
+        bad = next((each for each in found if each["status"] == "failed"), None)
         if rank == 0:
-            _append(folder, cells[number] | _joined(found), number)
+            _append(folder, cells[number] | (bad or found[0]), number)
         if len({each["status"] for each in found}) > 1 or any("CUDA error" in each.get("error", "") for each in found):
             break
     sys.stdout.flush()
     os._exit(0)  # collectives may be under way, and an orderly exit would wait for them
-
-
-def _mesh(dry: bool, backend: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    # The backend is named: where there is CUDA, releases of torch add NCCL to the groups of a mesh in a gloo world, and
-    # NCCL refuses ranks that share a device.
-    override = dict.fromkeys(names, backend)
-    return init_device_mesh("cpu" if dry else "cuda", shape, mesh_dim_names=names, backend_override=override)
 
 
 def _filled(step: Step, here: Here, row: Row) -> Row:
@@ -199,12 +194,3 @@ def _filled(step: Step, here: Here, row: Row) -> Row:
     except Exception as error:
         return found | {"status": "failed", "error": f"{type(error).__name__}: {str(error).strip()}"[:500]}
     return {"status": "ok", "seconds": round(time.monotonic() - begin, 3)} | found
-
-
-def _joined(of_ranks: Sequence[Row]) -> Row:
-    """One row from those of all ranks: the largest of each figure; the first rank that failed, if one did."""
-    for status in ("failed", "not possible"):
-        for rank, row in enumerate(of_ranks):
-            if row["status"] == status:
-                return row | {"error": f"rank {rank}: {row['error']}"}
-    return of_ranks[0] if len(of_ranks) == 1 else {name: max(row[name] for row in of_ranks) for name in of_ranks[0]}

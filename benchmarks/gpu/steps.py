@@ -12,19 +12,20 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch._dynamo.utils import counters
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import spanwise
 from benchmarks.gpu import replay as on
 from benchmarks.gpu.replay import HEAD_DIM, HEADS, RANKS, call_of_a_rank, masks, milliseconds
 from benchmarks.gpu.runner import Here, NotPossible, Row, Step
+from benchmarks.overlap_link import Model
 from spanwise import SpanMask, _torch, overlap
 from spanwise.attention.kernels.table import resolve
 from spanwise.calibrate.fit import fit_attention
@@ -116,7 +117,6 @@ PARITY: dict[str, Row] = {
     "needed, 2 chunks": {"exchange": "needed", "stages": 2},
     "needed, refetched": {"exchange": "needed", "stages": 2, "keep_kv": False},
     "all_gather": {"exchange": "all_gather"}, "ring": {"exchange": "ring"}, "ulysses": {"exchange": "ulysses"},
-    "two levels": {"exchange": "needed", "stages": 1},
 }  # fmt: skip
 
 
@@ -133,19 +133,15 @@ def parity(here: Here, found: Row, row: Row) -> None:
     """Output and gradients of a kernel, exchange, dtype and mask against dense float64 attention, and leaks."""
     length, block = (90, 16) if here.dry else (1000, 128)
     assert here.mesh is not None
-    size, mesh, dtype = here.mesh.size(), here.mesh, getattr(torch, row["dtype"])
-    two = row["exchange"] == "two levels"
-    plan = spanwise.make_plan(
-        mask_of(row["mask"], length), (size // 2, 2) if two else size, balancer="head_tail", block_size=block,
-        num_q_heads=8, num_kv_heads=4, head_dim=64, dtype=dtype, **PARITY[row["exchange"]],
-    )  # fmt: skip
-    mesh = here.levels if two and here.levels is not None else mesh
-    local = plan.local(mesh, here.device, kernel=row["kernel"])
+    dtype, heads = getattr(torch, row["dtype"]), {"num_q_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+    options = {"balancer": "head_tail", "block_size": block, "dtype": dtype, **PARITY[row["exchange"]]}
+    plan = spanwise.make_plan(mask_of(row["mask"], length), here.mesh.size(), **heads, **options)
+    local = plan.local(here.mesh, here.device, kernel=row["kernel"])
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> Any:
         return spanwise.context_parallel_attention(q, k, v, local, kernel=row["kernel"])
 
-    report = spanwise.verify(attend, plan, mesh, dtype=dtype, device=here.device, num_probes=2)
+    report = spanwise.verify(attend, plan, here.mesh, dtype=dtype, device=here.device, num_probes=2)
     found |= report.errors
     report.raise_if_failed()
 
@@ -218,12 +214,12 @@ def trace(here: Here, found: Row, row: Row) -> None:
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     events = [x for x in events if x.get("cat") in (("cpu_op",) if dry else ("kernel", "gpu_memcpy", "gpu_memset"))]
     streams: dict[object, list[tuple[float, float]]] = {}
-    total: dict[str, list[float]] = {}
+    total: Counter[str] = Counter()
     for event in events:
         begin, taken = float(event["ts"]) / 1e3, float(event["dur"]) / 1e3
         stream = event.get("args", {}).get("stream", event.get("tid"))
         streams.setdefault(stream, []).append((begin, begin + taken))
-        total.setdefault(event["name"][:80], []).append(taken)
+        total[event["name"][:80]] += taken  # type: ignore[assignment]
     busiest = streams.pop(max(streams, key=lambda stream: _covered(streams[stream])))
     rest = list(itertools.chain(*streams.values()))
     compute, others, together = map(_covered, (busiest, rest, busiest + rest))
@@ -232,9 +228,8 @@ def trace(here: Here, found: Row, row: Row) -> None:
         "span ms": span, "compute ms": compute, "gaps ms": span - compute, "other streams ms": others,
         "of them hidden ms": compute + others - together, "launches": len(events),
     }  # fmt: skip
-    for name, each in sorted(total.items(), key=lambda item: -sum(item[1]))[:12]:
-        figures = {"name": name, "count": len(each), "ms": sum(each)}
-        here.write({"what": "launches", "kernel": row["kernel"], **figures})
+    for name, ms in total.most_common(12):
+        here.write({"what": "launches", "kernel": row["kernel"], "name": name, "ms": ms})
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
@@ -246,7 +241,7 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def layers(here: Here, found: Row, row: Row) -> None:
-    """Four layers whose weights are gathered on the stream of copies, as eager calls or as one captured CUDA graph."""
+    """Four layers whose weights are gathered on the stream of copies, as eager calls and as one captured CUDA graph."""
     device, width, repeats = here.device, HEADS * HEAD_DIM, 1 if here.dry else 7
     mask, options = masks(512 if here.dry else 65_536)["documents"], {"exchange": "needed", "stages": 2}
     with call_of_a_rank(mask, RANKS, row["kernel"], device, here.dtype, **options) as call:
@@ -263,9 +258,9 @@ def layers(here: Here, found: Row, row: Row) -> None:
                 out = (rows @ weight).unflatten(2, (HEADS, HEAD_DIM)).transpose(1, 2)
             return [out, *torch.autograd.grad(out, call.leaves, call.cotangent)]
 
-        if row["case"] == "eager":
-            found |= milliseconds({"ms": step}, device, repeats)
-            found |= milliseconds({"host ms": step}, device, repeats, host=True)
+        found |= milliseconds({"eager ms": step}, device, repeats)
+        found |= milliseconds({"host ms": step}, device, repeats, host=True)
+        if here.dry:
             return
         wanted = [x.clone() for x in step()]
         graph = torch.cuda.CUDAGraph()
@@ -275,7 +270,7 @@ def layers(here: Here, found: Row, row: Row) -> None:
         graph.replay()
         for x, y in zip(got, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
-        found |= milliseconds({"ms": graph.replay}, device, repeats)
+        found |= milliseconds({"captured ms": graph.replay}, device, repeats)
 
 
 def lengths_rows(dry: bool) -> list[Row]:
@@ -340,57 +335,34 @@ def train(here: Here, found: Row, row: Row) -> None:
     found["tokens_per_second"] = steps[-1]["tokens_per_second"]
 
 
-class _Gathered(torch.autograd.Function):
-    """A parameter gathered from its one shard; the gradient is reduce-scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
-        return _torch.wait(_torch.start_all_gather(shard, 1, name))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _torch.wait(_torch.start_reduce_scatter(grad, 1, ctx.name)), None
-
-
 def scheduled_rows(dry: bool) -> list[Row]:
     cases = ("aot_eager", "spanwise, aot_eager") if dry else ("inductor", "spanwise, aot_eager", "spanwise, inductor")
     return rows_of(what="compiled step", case=cases)
 
 
 def scheduled(here: Here, found: Row, row: Row) -> None:
-    """A compiled step of layers whose parameters are gathered when they are used: equal to eager code, and times.
+    """A compiled step of layers whose weights are gathered when they are used: equal to eager code, and times.
 
     The group has one rank, so NCCL copies on a stream of its own instead of sending: what is shown is that the schedule
     compiles, runs and is exact, and what it costs. How much of a real link it hides needs several devices.
     """
     if not _torch.COMPILES:  # the functions below would not refuse, as the package's do
         raise NotPossible(f"torch {torch.__version__} compiles autograd functions with collectives to wrong gradients")
-    assert here.mesh is not None
-    name, generator = _torch.group_name(here.mesh.get_group()), torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     width, tokens = (64, 32) if here.dry else (4096, 8192)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(here.device, here.dtype)
-
-    shards = [(draw(width, width) * width**-0.5).requires_grad_() for _ in range(2 * LAYERS)]
-    x, cotangent = draw(tokens, width), draw(tokens, width)
-
-    def forward(x: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
-        for up, down in zip(shards[::2], shards[1::2], strict=True):
-            x = x + F.silu(x @ _Gathered.apply(up, name)) @ _Gathered.apply(down, name)
-        return x
+    model = Model(LAYERS, width, width).to(here.device, here.dtype)
+    x, shards = torch.randn(tokens, width).to(here.device, here.dtype), list(model.parameters())
 
     def gradients(run: Any) -> list[torch.Tensor]:
-        out = run(x, *shards)
-        return [out.detach(), *torch.autograd.grad(out, shards, cotangent)]
+        loss = run(x)
+        return [loss.detach(), *torch.autograd.grad(loss, shards)]
 
     results: list[overlap.Result] = []
     backend: Any = row["case"]
     if backend.startswith("spanwise"):
         backend = overlap.backend(backend.split(", ")[1], cost=spanwise.H100, on_result=results.append)
-    calls = {"ms": functools.partial(gradients, torch.compile(forward, backend=backend))}
-    calls["eager ms"] = functools.partial(gradients, forward)
+    calls = {"ms": functools.partial(gradients, torch.compile(model, backend=backend))}
+    calls["eager ms"] = functools.partial(gradients, model)
     pairs = zip(*(call() for call in calls.values()), strict=True)
     errors = [float((x.double() - y.double()).abs().max() / y.double().abs().max()) for x, y in pairs]
     found |= milliseconds(calls, here.device, 2 if here.dry else 10) | {"differs": max(errors)}
@@ -409,9 +381,7 @@ STEPS: dict[str, Step] = {
     "parity": Step(lambda dry: parity_rows(tuple(PARITY)[1:], dry), parity, 80, size=4, backend="gloo"),
     "replay": Step(replay_rows, replay, 120),
     "trace": Step(lambda dry: rows_of(what="three calls", kernel=kernels(dry)), trace, 30),
-    "layers": Step(
-        lambda dry: rows_of(what="four layers", kernel=kernels(dry), case=("eager", "captured")[: 2 - dry]), layers, 40
-    ),
+    "layers": Step(lambda dry: rows_of(what="four layers", kernel=kernels(dry)), layers, 40),
     "lengths": Step(lengths_rows, lengths, 45),
     "calibrate": Step(lambda dry: rows_of(what="device"), calibrate, 35),
     "train": Step(lambda dry: rows_of(what="train_packed"), train, 35),

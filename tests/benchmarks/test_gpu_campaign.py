@@ -37,7 +37,7 @@ def fill(here: Here, found: Row, row: Row) -> None:
         os._exit(9)
     if row["does"] == "cannot":
         raise NotPossible("no such thing")
-    found["error of a rank"] = 0.5 * here.rank
+    found["rank"] = here.rank
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_a_step_goes_on_after_bad_rows() -> None:
     assert [row["does"] for row in found] == DOES and seen == sorted(seen) and len(set(seen)) > 2
     status = {"is fine": "ok", "cannot": "not possible"}
     assert [row["status"] for row in found] == [status.get(one, "failed") for one in DOES]
-    assert found[0]["error of a rank"] == 0.5  # the largest of all ranks
+    assert found[0]["rank"] == 0
     assert "planted" in found[1]["error"] and "9" in found[4]["error"] and "no such thing" in found[5]["error"]
 
 
@@ -110,7 +110,7 @@ def test_rows_of_parity(exchange: str) -> None:
 
     def of_rank(rank: int, mesh: Any) -> Row:
         found: Row = {}
-        steps.parity(Here(True, rank, mesh, None, print, {}), found, row)
+        steps.parity(Here(True, rank, mesh, print, {}), found, row)
         return found
 
     for found in run_ranks(2, of_rank):

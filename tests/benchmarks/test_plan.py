@@ -12,10 +12,7 @@ def test_layouts() -> None:
     assert measured == {(mask, balancer) for mask in plan.masks() for balancer in plan.BALANCERS}
     assert all(rows[key]["recv_mean"] <= rows[key]["recv_max"] <= rows[key]["gather"] == 114_688 for key in measured)
     # Contiguous layouts have nothing to choose: the masks are the ones on which the constants were measured.
-    known = {
-        "causal": (1.875, 57_344), "documents 0": (1.839, 2_206), "documents 1": (2.081, 2_445),
-        "documents 2": (2.748, 4_270), "window": (1.016, 3_584),
-    }  # fmt: skip
+    known = {"causal": (1.875, 57_344), "documents 0": (1.839, 2_206), "window": (1.016, 3_584)}
     for mask, figures in known.items():
         row = rows[mask, "contiguous"]
         assert (round(row["imbalance"], 3), round(row["recv_mean"])) == figures
