@@ -50,7 +50,9 @@ def covering(*axes: Sequence[Any], possible: Callable[..., bool] = lambda *cell:
 
 def named(value: Any) -> str | None:
     """The id of a setting that is a dictionary: its values, or their names; of others pytest's own."""
-    return "-".join(str(getattr(x, "name", x)) for x in value.values()) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return "-".join(str(getattr(x, "name", getattr(x, "__name__", x))) for x in value.values())
 
 
 def _values(axes: Sequence[Sequence[Any]], at: Sequence[int]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -15,10 +16,11 @@ from hypothesis import given, strategies as st
 from spanwise.attention.kernels import _tiles
 from spanwise.attention.kernels._tiles import max_logit, plan_tiles, tiles
 from spanwise.attention.kernels.base import AttentionOptions
+from spanwise.attention.kernels.merge import Merging
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.masks.span_mask import SpanMask
-from tests.attention.stand_ins import PARTS, attend, dense_flex
-from tests.oracle import Inputs, expected, score_bias
+from tests.attention.stand_ins import PARTS, attend, chunk, dense_flex
+from tests.oracle import Inputs, expected, relative_error
 from tests.pairs import covering
 
 pytestmark = [
@@ -65,6 +67,9 @@ MASKS = {
     "nothing": SpanMask(np.zeros((1, ROWS), int), np.zeros((1, ROWS), int), 300),
     "random": random_mask(ROWS, 500, 4),
     "batch": SpanMask.stack([SpanMask.causal(ROWS), SINKS]),
+    # More queries than keys: full rows, then a start that grows, without a bound on one side.
+    "clipped": SpanMask([[*[0] * 30, *range(7)]], [[7] * 37], 7),
+    "few rows": random_mask(20, 33, 2, batch=2),
 }
 SHAPES = [(4, 2, 16, 24), (1, 1, 8, 8), (6, 2, 16, 16), (4, 4, 24, 20), (8, 1, 8, 40), (3, 1, 5, 3)]
 KINDS = [*KERNELS, "sdpa, small tiles"]
@@ -195,48 +200,50 @@ def test_nan_is_not_taken_for_an_empty_row(kernel: str) -> None:
     assert out[:, :, [*range(4), *range(5, 9)]].isfinite().all()
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("mask", MASKS)
-def test_max_logit(mask: str, softcap: float | None) -> None:
-    inputs, chunk = draw(MASKS[mask], SHAPES[0], torch.float64), MASKS[mask]
-    spans = [torch.from_numpy(x.copy()) for x in (chunk.start, chunk.end)]
-    got = max_logit(inputs.q, inputs.k, *spans, scale=0.3, softcap=softcap)
-    options = {"scale": 0.3, "softcap": softcap, "bias": None}
-    want = expected(inputs, torch.from_numpy(chunk.dense()), options).values["max_logit"]
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
+def test_max_logit(mask: str) -> None:
+    inputs, spans = draw(MASKS[mask], SHAPES[0], torch.float64), MASKS[mask]
+    for softcap in (None, 1.5):
+        got = max_logit(inputs.q, inputs.k, *map(torch.tensor, (spans.start, spans.end)), scale=0.3, softcap=softcap)
+        options = {"scale": 0.3, "softcap": softcap, "bias": None}
+        want = expected(inputs, torch.from_numpy(spans.dense()), options).values["max_logit"]
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("cuts", [None, PARTS], ids=["whole", "parts"])
-@pytest.mark.parametrize("kernel", ["reference", "flex"])
-def test_score_mod_sees_global_positions(kernel: str, cuts: Any) -> None:
-    """Of both sides, batch rows and heads; a softcap comes after it, and what it reads gets a gradient."""
-    mask, softcap = random_mask(ROWS, 500, 2, batch=2), 15.0 if kernel == "flex" else None
-    inputs = draw(mask, SHAPES[0], torch.float32 if kernel == "flex" else torch.float64, "out")
-    generator = torch.Generator().manual_seed(1)
-    q_pos, kv_pos = (torch.randint(0, 300, (2, n), generator=generator).int() for n in (ROWS, 500))
-    bias = score_bias("batch", (2, 4, 300, 300))
-    table = bias.to(inputs.q.dtype)
+@pytest.mark.parametrize("wanted", ["q", "kv", "one chunk"])
+def test_some_inputs_without_gradient(wanted: str) -> None:
+    mask, kernel = MASKS["documents"], KERNELS["sdpa"]
+    inputs = draw(mask, SHAPES[0], torch.float64)
+    want = expected(inputs, torch.from_numpy(mask.dense()), {"scale": 0.3, "softcap": None, "bias": None}).values
+    q = inputs.q.clone().requires_grad_(wanted == "q")
+    merging, queries, leaves = Merging(q.dtype), kernel.queries(q), [(q, want["dq"])] if wanted == "q" else []
+    for n, (i, j) in enumerate(itertools.pairwise(round(at * ROWS) for at in PARTS)):
+        needs = wanted == "kv" or (wanted == "one chunk" and n == 3)
+        k, v = (x[:, :, i:j].clone().requires_grad_(needs) for x in (inputs.k, inputs.v))
+        leaves += [(k, want["dk"][:, :, i:j]), (v, want["dv"][:, :, i:j])] if needs else []
+        here = SpanMask(mask.start.clip(i, j) - i, mask.end.clip(i, j) - i, j - i)
+        part = chunk(kernel, k, v, here, torch.arange(i, j, dtype=torch.int32)[None], mask.num_spans)[2]
+        merging.add(kernel.attend_part(queries, k, v, part, torch.empty(0), AttentionOptions(0.3)))
+    grads = torch.autograd.grad(merging.result(), [x for x, _ in leaves], (inputs.grad_out, inputs.grad_lse))
+    assert all(relative_error(grad, exact) <= 1e-10 for grad, (_, exact) in zip(grads, leaves, strict=True))
 
-    def score_mod(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
-    ) -> torch.Tensor:
-        return score + table[b, h, q_idx, kv_idx]
 
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    scores = 0.3 * wide[0] @ wide[1].repeat_interleave(2, 1).mT
-    scores = scores + torch.stack([bias[b][:, q_pos[b]][:, :, kv_pos[b]] for b in range(2)])
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    seen = torch.from_numpy(mask.dense())[:, None]
-    want = scores.masked_fill(~seen, -1e300).softmax(-1) * seen @ wide[2].repeat_interleave(2, 1)
-    with dense_flex() if kernel == "flex" else contextlib.nullcontext():
-        options = AttentionOptions(0.3, score_mod, softcap)
-        out, _ = attend(KERNELS[kernel], *leaves, mask, options, cuts, q_pos, kv_pos)
-        grads = torch.autograd.grad(out, leaves, inputs.grad_out)
-    wants = torch.autograd.grad(want, wide, inputs.grad_out.double())
-    tolerance = 1e-4 if kernel == "flex" else 1e-10
-    for x, y in zip((out, *grads), (want, *wants), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
+def test_eight_parts_are_rounded_once(kernel: str, dtype: torch.dtype) -> None:
+    """Results as near to the truth as those of one call over all keys, though out and dq are sums over all parts."""
+    inputs, mask = draw(MASKS["causal"], (4, 4, 32, 32), dtype), MASKS["causal"]
+    want = expected(inputs, torch.from_numpy(mask.dense()), {"scale": 0.3, "softcap": None, "bias": None}).values
+
+    def errors(cuts: Any) -> list[float]:
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        got = attend(KERNELS[kernel], *leaves, mask, AttentionOptions(0.3), cuts)
+        grads = torch.autograd.grad(got, leaves, (inputs.grad_out, inputs.grad_lse.float()))
+        found = zip((got[0], *grads), ("out", "dq", "dk", "dv"), strict=True)
+        return [float((x.detach().double() - want[name]).square().mean().sqrt()) for x, name in found]
+
+    for parts, whole in zip(errors([i / 8 for i in range(9)]), errors((0, 1)), strict=True):
+        assert parts <= 1.25 * whole
 
 
 def test_score_mod_that_masks_a_whole_row() -> None:

@@ -14,8 +14,6 @@ from tests.attention.stand_ins import attend
 from tests.oracle import dense_attention
 from tests.pairs import covering
 
-PARTS = (0, 1 / 3, 1 / 2, 1)
-
 
 def results(length: int, dim: int, size: float, scale: float, cuts: object, seed: int) -> list[list[torch.Tensor]]:
     """Out, dq, dk and dv of causal attention, whose scores are about `size`: exactly, by "sdpa", and by torch."""
@@ -37,26 +35,18 @@ def results(length: int, dim: int, size: float, scale: float, cuts: object, seed
 @pytest.mark.parametrize(
     ("size", "shape", "cuts"),
     covering(
-        [1, 7e2, 7e3, 7e4], [(193, 32, 0.2), (130, 64, 1.0), (33, 128, 1.0), (7, 64, 0.125), (900, 32, 0.2)],
-        [None, PARTS],
+        [1, 7e2, 7e3, 7e4, 1e10, 1e18, 1e30], [(193, 32, 0.2), (33, 128, 1.0), (7, 64, 0.125), (900, 32, 0.2)],
+        [None, (0, 1 / 3, 1 / 2, 1)],
     ),
 )  # fmt: skip
 def test_error_is_that_of_torch(size: float, shape: tuple[int, int, float], cuts: object) -> None:
     """The geometric mean over seeds: a few rows whose two best scores nearly tie decide the error of one problem."""
     length, dim, scale = shape
-    logs, seeds = torch.zeros(4), 12 if length < 900 else 1
+    logs, seeds = torch.zeros(4), 12 if length < 900 and size < 1e10 else 1
     for seed in range(seeds):
         for i, (whole, x, y) in enumerate(zip(*results(length, dim, size, scale, cuts, seed), strict=True)):
+            assert (x.isfinite() | ~y.isfinite()).all()
             # Where softmax picks one key, gradients of q and k are pure rounding: beside grad_out, not beside 0.
             least = 1e-9 * whole.norm() + 1e-12
             logs[i] += torch.log(((x - whole).norm() + least) / ((y - whole).norm() + least)) / seeds
-    assert (logs.exp() <= 2).all(), f"out, dq, dk, dv: {logs.exp().tolist()} of torch's error"
-
-
-@pytest.mark.parametrize(
-    ("cuts", "shape", "size"), covering([None, PARTS], [(193, 32), (33, 128), (3, 8)], [1e10, 1e18, 1e30])
-)
-def test_finite_where_torch_is(size: float, shape: tuple[int, int], cuts: object) -> None:
-    for scale in (1.0, 0.3):
-        _, ours, theirs = results(*shape, size, scale, cuts, seed=0)
-        assert all((x.isfinite() | ~y.isfinite()).all() for x, y in zip(ours, theirs, strict=True))
+    assert size >= 1e10 or (logs.exp() <= 2).all(), f"out, dq, dk, dv: {logs.exp().tolist()} of torch's error"

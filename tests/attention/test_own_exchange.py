@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import pickle
@@ -14,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import spanwise
 from spanwise import Plan, SpanMask
 from spanwise.routes.route import EVERYONE, RECEIVER, SENDER, RouteProblem, Step
-from tests.oracle import make_problem, relative_error
 from tests.pairs import covering
+from tests.properties.cases import check
 from tests.ranks.harness import run_ranks
+from tests.ranks.test_attention import Setting
 
 LENGTH = 50
 Function = Callable[[RouteProblem], list[Step]]
@@ -44,19 +45,7 @@ def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Function]:
         yield module.neighbours
 
 
-def with_empty_rows(mask: SpanMask) -> SpanMask:
-    keep = np.ones(mask.q_len, bool)
-    keep[[0, 7, *range(20, 31), mask.q_len - 1]] = False
-    return SpanMask(mask.start * keep, mask.end * keep, mask.kv_len)
-
-
-DOCUMENTS = with_empty_rows(SpanMask.documents([0, 5, 6, 30, LENGTH]))
-WINDOW = SpanMask.sliding_window(LENGTH, 6) | SpanMask(np.zeros((1, LENGTH), int), np.full((1, LENGTH), 2), LENGTH)
-MASKS = {
-    "documents": DOCUMENTS,
-    "window and global": with_empty_rows(WINDOW),
-    "a batch of both": SpanMask.stack([DOCUMENTS, WINDOW]),
-}
+DOCUMENTS = SpanMask.documents([0, 5, 6, 30, LENGTH])
 
 
 def make(mask: SpanMask, ranks: Any, relay: Function, **options: Any) -> Plan:
@@ -64,29 +53,29 @@ def make(mask: SpanMask, ranks: Any, relay: Function, **options: Any) -> Plan:
     return spanwise.make_plan(mask, ranks, exchange=relay, **options)
 
 
-@pytest.mark.parametrize(
-    ("steps", "name", "ranks", "kernel", "keep_kv"),
-    covering(
-        ["the page's", "passed on"], list(MASKS), [1, 2, 3, 4, (2, 2)], ["sdpa", "reference"], [True, False],
-        possible=lambda steps, name, ranks, *_: steps == "the page's" or ranks == 4,
-    ),
+def passed_on(problem: RouteProblem, source: int = 0) -> list[Step]:
+    """All that the others own goes to rank 0, which passes on what ranks read of one another."""
+    owned = problem.owned()  # batch row, group, start, stop
+    to_first = np.insert(owned, RECEIVER, 0, axis=1)[owned[:, 1] > 0]
+    reads = problem.reads[problem.reads[:, RECEIVER] > 0]
+    own, rest = reads[reads[:, SENDER] == 0], reads[reads[:, SENDER] > 0]
+    rest[:, SENDER] = 0
+    return [Step(-1, to_first), Step(-1, own), Step(source, rest)]
+
+
+CELLS = covering(
+    [{"exchange": x, "keep_kv": keep} for x in ("the page's", passed_on) for keep in (True, False)],
+    [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1)], ["documents", "random, empty rows", "rows", "two spans"],
+    ["head_tail"], [("sdpa", "float64"), ("reference", "float64")], [{}], [((4, 2), (8, 6))],
+    possible=lambda way, levels, *_: way["exchange"] != passed_on or levels == (4, 1, 1),
 )  # fmt: skip
-def test_exact(relay: Function, steps: str, name: str, ranks: Any, kernel: str, keep_kv: bool) -> None:
-    """Output and gradients of all ranks; on two levels the exchange is between groups of ranks that trade heads."""
-    mask = MASKS[name]
-    plan = make(mask, ranks, relay if steps == "the page's" else passed_on, keep_kv=keep_kv)
-    problem = make_problem(mask.dense(), batch=mask.batch_size)
 
-    def on_rank(rank: int, mesh: Any) -> tuple[torch.Tensor, ...]:
-        q, k, v, grad = (plan.shard(x, rank, dim=2) for x in problem[:4])
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = spanwise.context_parallel_attention(*leaves, plan, mesh, kernel=kernel)
-        return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
-    levels = {"mesh_shape": ranks, "mesh_dim_names": ("outer", "inner")} if ranks == (2, 2) else {}
-    for rank, results in enumerate(run_ranks(plan.num_ranks, on_rank, **levels)):
-        for got, wanted in zip(results, (problem.out, problem.dq, problem.dk, problem.dv), strict=True):
-            assert relative_error(got, plan.shard(wanted, rank, dim=2)) < 1e-10
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: str(Setting(*cell)))
+def test_exact(relay: Function, cell: Any) -> None:
+    """On two levels the exchange is between groups of ranks that trade heads."""
+    case = Setting(*cell).case()
+    check(case if case.exchange == passed_on else dataclasses.replace(case, exchange=relay), run_ranks)
 
 
 def test_plans_with_it_are_counted_saved_and_explained(relay: Function, tmp_path: Path) -> None:
@@ -117,16 +106,6 @@ def test_what_is_no_exchange_is_refused(relay: Function, tmp_path: Path) -> None
     make(DOCUMENTS, 2, relay).save(tmp_path / "plan.npz")
     with pytest.raises(ValueError, match="unknown exchange 'relay'"):
         Plan.load(tmp_path / "plan.npz", exchange="relay")
-
-
-def passed_on(problem: RouteProblem, source: int = 0) -> list[Step]:
-    """All that the others own goes to rank 0, which passes on what ranks read of one another."""
-    owned = problem.owned()  # batch row, group, start, stop
-    to_first = np.insert(owned, RECEIVER, 0, axis=1)[owned[:, 1] > 0]
-    reads = problem.reads[problem.reads[:, RECEIVER] > 0]
-    own, rest = reads[reads[:, SENDER] == 0], reads[reads[:, SENDER] > 0]
-    rest[:, SENDER] = 0
-    return [Step(-1, to_first), Step(-1, own), Step(source, rest)]
 
 
 def test_promises_are_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,17 +10,16 @@ import pytest
 import torch
 
 import spanwise
-from spanwise import AuxRequest, SpanMask
+from spanwise import SpanMask
 from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.rank_plan import build
-from tests.attention.test_kernels import draw
-from tests.attention.test_own_exchange import DOCUMENTS, LENGTH, WINDOW, code_of, with_empty_rows
-from tests.oracle import relative_error
+from tests.attention.test_own_exchange import LENGTH, code_of
 from tests.pairs import covering
+from tests.properties.cases import check
+from tests.ranks.calls import EXCHANGES
 from tests.ranks.harness import run_ranks
-
-MASKS = {"documents": DOCUMENTS, "window and global": with_empty_rows(WINDOW)}
+from tests.ranks.test_attention import Setting
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +27,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """The page's kernel."""
     with code_of("add-a-kernel.md", tmp_path_factory.mktemp("outside")) as module:
         yield module.Dense()
-
-
-EXCHANGES: list[dict[str, Any]] = [
-    {"exchange": "needed", "stages": 2},
-    {"exchange": "all_gather"},
-    {"exchange": "hierarchical", "hardware": spanwise.H100.with_host_size(2)},
-    {"exchange": "ring"},
-    {"exchange": "ulysses"},
-]
 
 
 class Blockwise(Kernel):
@@ -68,58 +59,19 @@ class Blockwise(Kernel):
         return self.inner.attend(q, k, v, chunk, q_pos, options)
 
 
-SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0, -0.1, 0.3, 0.2, 0.7], dtype=torch.float64)
-
-
-def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score - SLOPES.to(score.dtype)[h] * (q_idx - kv_idx).abs()
-
-
-@pytest.mark.parametrize(
-    ("name", "exchange", "num_ranks", "blockwise", "biased", "autocast", "dtype"),
-    covering(
-        list(MASKS), EXCHANGES, [1, 2, 4], [False, True], [False, True], [False, True],
-        [torch.float64, torch.float32, torch.bfloat16],
-    ),
+CELLS = covering(
+    EXCHANGES, [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1)], ["documents", "random, empty rows", "rows"], ["head_tail"],
+    [(blockwise, dtype) for blockwise in (True, False) for dtype in ("float64", "float32", "bfloat16")],
+    [{}, {"bias": "batch"}, {"max_logit": True}], [((8, 4), (8, 12))], ["eager", "autocast"],
+    possible=lambda *cell: Setting(*cell).possible(),
 )  # fmt: skip
-def test_exact_under_every_exchange(
-    kernel: Kernel, name: str, exchange: dict[str, Any], num_ranks: int, blockwise: bool, biased: bool,
-    autocast: bool, dtype: torch.dtype,
-) -> None:  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: str(Setting(*cell)))
+def test_exact_under_every_exchange(kernel: Kernel, cell: Any) -> None:
     """Also with tables and spare keys, autocast, a score_mod on global positions, and the mask's largest scores."""
-    mask, chosen = MASKS[name], Blockwise(kernel) if blockwise else kernel
-    plan = spanwise.make_plan(
-        mask, num_ranks, balancer="head_tail", block_size=4, num_q_heads=8, num_kv_heads=4, **exchange
-    )
-    inputs = draw(mask, (8, 4, 8, 12), dtype)
-    far = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
-    wide = [x.double().clone().requires_grad_() for x in inputs[:3]]
-    k, v = (x.repeat_interleave(2, 1) for x in wide[1:])
-    scores = wide[0] @ k.mT * 8**-0.5 - (SLOPES[:, None, None] * far if biased else 0)
-    seen = torch.from_numpy(mask.dense())[:, None]
-    scores = scores.masked_fill(~seen, -torch.inf)
-    out = scores.softmax(-1).nan_to_num(0) @ v
-    want = [out, scores.logsumexp(-1), *torch.autograd.grad(out, wide, inputs.grad_out.double())]
-    request = AuxRequest(lse=True, max_logit=not biased)
-
-    def on_rank(rank: int, mesh: Any) -> list[torch.Tensor]:
-        leaves = [spanwise.shard(plan, mesh, x, dim=2).requires_grad_() for x in inputs[:3]]
-        mine = plan.local(mesh, kernel=chosen) if blockwise else plan
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out, aux = spanwise.context_parallel_attention(
-                *leaves, mine, mesh, kernel=chosen, score_mod=alibi if biased else None, return_aux=request
-            )
-        out.backward(spanwise.shard(plan, mesh, inputs.grad_out, dim=2))
-        assert out.dtype == dtype and (biased or torch.allclose(aux.max_logit.double(), scores.amax((0, 2, 3)), 1e-5))
-        return [spanwise.unshard(plan, mesh, x.detach(), dim=2) for x in (out, aux.lse, *(x.grad for x in leaves))]
-
-    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3.5e-2}[dtype]
-    empty = torch.from_numpy(mask.area()[0] == 0)
-    for found in run_ranks(num_ranks, on_rank):
-        assert empty.any() and not found[0][:, :, empty].any() and not found[2][:, :, empty].any()
-        assert (found[1][:, :, empty] == -torch.inf).all()
-        found[1], exact = found[1][:, :, ~empty], [want[0], want[1][:, :, ~empty], *want[2:]]
-        assert all(relative_error(x, y.detach()) <= tolerance for x, y in zip(found, exact, strict=True))
+    case = Setting(*cell).case()
+    check(dataclasses.replace(case, kernel=Blockwise(kernel) if case.kernel else kernel), run_ranks)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -156,7 +108,9 @@ def test_plans_are_shared_by_kernels_that_shape_them_alike(kernel: Kernel) -> No
     assert mine is not plain and plan.local(None, kernel=blockwise) is mine
     assert plan.local(None, kernel=Blockwise(kernel)) is not mine
     assert plan.local(None, kernel="flex") is plan.local(None, kernel="flex") is not plain
-    two = spanwise.make_plan(MASKS["documents"], 2, balancer="head_tail", block_size=4, exchange="needed", stages=2)
+    two = spanwise.make_plan(
+        SpanMask.causal(LENGTH), 2, balancer="head_tail", block_size=4, exchange="needed", stages=2
+    )
     for chunk in build(two, 0, kernel=blockwise).chunks["default"][1:]:
         assert chunk.kv_pos.shape[1] in (32, 48)
 

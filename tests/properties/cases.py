@@ -23,7 +23,7 @@ import spanwise
 from spanwise import AuxRequest, Packing, Plan, SpanMask
 from tests.oracle import Inputs, expanded, expected
 
-STYLES = ("eager", "checkpoint", "selective", "offloaded", "inference first", "layers", "twice", "some")
+STYLES = ("eager", "checkpoint", "selective", "offloaded", "inference first", "layers", "twice", "some", "autocast")
 BALANCERS = ("contiguous", "head_tail", "per_document_head_tail", "ptrr", "lpt", "spt", "local", "auto")
 
 #: Largest error of an entry by dtype, relative to the largest sum of absolute values of the terms of any entry (see
@@ -67,7 +67,7 @@ class Case:
     tp: int = 1
     latents: int = 0
     host_size: int = 2
-    exchange: str = "needed"
+    exchange: Any = "needed"
     stages: int | None = None
     keep_kv: bool | None = None
     balancer: str = "contiguous"
@@ -78,7 +78,7 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     dims: tuple[int, int] = (8, 6)
     dtype: str = "float64"
-    kernel: str = "sdpa"
+    kernel: Any = "sdpa"
     scale: float | None = None
     softcap: float | None = None
     bias: str | None = None
@@ -183,6 +183,10 @@ def _styled(style: str, call: Callable[..., Any], given: list[Any]) -> Any:
         for mode in (torch.inference_mode, torch.no_grad):
             with mode():
                 assert not call(*(None if x is None else x.detach().clone() for x in given))[0].requires_grad
+    if style == "autocast":
+        # torch's own operators refuse float16 there.
+        with torch.autocast("cpu", torch.bfloat16, enabled=given[0].dtype != torch.float16):
+            return call(*given)
     if style.startswith("compiled"):
         torch._dynamo.reset()
         return torch.compile(call, backend=style.removeprefix("compiled by "), fullgraph=True)(*given)

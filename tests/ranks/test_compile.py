@@ -209,7 +209,8 @@ def test_a_checkpoint_recomputes_what_it_is_told_to(selective: bool) -> None:
 # 300 keys are no whole number of blocks on any rank.
 FLEX = {
     "all_gather": Case({"default": SpanMask.documents([0, 30, 31, 170, 300])}, exchange="all_gather"),
-    "needed": Case({"default": SpanMask.documents([0, 130, 300], window=(40, 3), causal=False)}, stages=2),
+    "needed": Case({"default": SpanMask.documents([0, 130, 300], window=(40, 3), causal=False)}, stages=2,
+                   bias="batch", batch=2, style="checkpoint"),
     # The last block of keys is full, but for spare keys behind it.
     "refetched": Case({"default": SpanMask.full(300)}, stages=2, keep_kv=False),
     "padded": Case({"default": PADDED[0]}, packing=PADDED[1], exchange="ring"),
