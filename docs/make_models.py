@@ -78,11 +78,6 @@ def lists() -> dict[str, str]:
             f"causal language models {version}",
             "small and random, on two ranks and a packed batch",
         ),
-        "images": _listed(
-            found["with_images"],
-            f"models of images and text {version}",
-            "small and random with encoders, on two ranks, packed and padded batches, random pixels",
-        ),
     }
 
 

@@ -1,7 +1,11 @@
-"""torchtitan's models under context parallelism: its own modules, masks, loss, checkpointing and FSDP2."""
+"""torchtitan's Llama 3 under context parallelism: its own modules, masks, loss, checkpointing and FSDP2.
+
+The reference is one forward a document on one device, by torchtitan's SDPA attention.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,39 +14,105 @@ import torch
 pytest.importorskip("torchtitan.models.llama3", reason="torchtitan (Python 3.11), or triton, is not installed")
 
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
+from torchtitan.models.llama3 import llama3_configs
 
 import spanwise
 from spanwise.integrations import torchtitan as titan
-from tests.integrations.torchtitan import tiny
 from tests.oracle import dense_attention
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
+Rows = Sequence[Sequence[int]]  # lengths of the documents of each row
+Step = tuple[Any, dict[str, torch.Tensor]]  # loss and gradients
 ROWS = ((23, 41, 7, 30), (64, 1, 36))
 
 
-def _inner(model: Any) -> list[Any]:
+def model_of(inner_attention: type[Any] = FlexAttention) -> Any:
+    """Two layers; the same weights in each call."""
+    config = llama3_configs["debugmodel"]("flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = inner_attention.Config()
+    model = config.build()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model.init_states()  # the rotary table; its weights come from the generator that threads share
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def batch_of(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, labels and positions ``[B, S]``, as torchtitan's loader makes them; some labels are ignored."""
+    generator, shape = torch.Generator().manual_seed(1), (len(rows), sum(rows[0]))
+    tokens = torch.randint(0, 2048, (shape[0], shape[1] + 1), generator=generator)
+    labels = tokens[:, 1:].masked_fill(torch.rand(shape, generator=generator) < 0.2, IGNORE_INDEX)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+    return tokens[:, :-1], labels, positions
+
+
+def step(model: Any, labels: torch.Tensor, count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A rank's part of the loss, as torchtitan's trainer computes it: its sum over all labels of the batch."""
+    loss = cross_entropy_loss(model(*args, **kwargs), labels) / count
+    loss.backward()
+    return loss.detach()
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Whole gradients by name."""
+    held = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in held.items() if g is not None}
+
+
+def reference(rows: Rows, batch: tuple[torch.Tensor, ...]) -> Step:
+    """Loss and gradients of one document at a time."""
+    model = model_of(ScaledDotProductAttention)
+    inputs, labels, positions = batch
+    loss, count = 0.0, int((labels != IGNORE_INDEX).sum())
+    for row, lengths in enumerate(rows):
+        stops = torch.tensor(lengths).cumsum(0).tolist()
+        for stop, length in zip(stops, lengths, strict=True):
+            one = slice(row, row + 1), slice(stop - length, stop)
+            loss += step(model, labels[one], count, inputs[one], positions[one]).item()
+    return loss, gradients_of(model)
+
+
+def check(results: Sequence[Step], want: Step) -> None:
+    """Losses and gradients of the ranks sum to those of one device, as FSDP2 sums them in torchtitan."""
+    loss, gradients = want
+    total = sum(float(result[0]) for result in results)
+    assert abs(total - loss) <= 3e-6 * abs(loss), (total, loss)
+    assert results[0][1].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        error = sum(result[1][name] for result in results) - gradient
+        assert error.norm() <= 1e-5 * gradient.norm() + 1e-8, (name, error.norm(), gradient.norm())
+
+
+def inner(model: Any) -> list[Any]:
     return [layer.attention.inner_attention for layer in model.layers.values()]
 
 
-def _train(
+def train(
     rank: int, mesh: Any, batch: Any, extra: dict[str, Any] | None = None, change: Any = None, **options: Any
-) -> tiny.Step:
+) -> Step:
     """A rank's part of the loss, and its gradients, of a model that is changed after context parallelism."""
-    model = tiny.model_of()
-    titan.apply_cp_to_forward(_inner(model), mesh)
+    model = model_of()
+    titan.apply_cp_to_forward(inner(model), mesh)
     if change is not None:
         change(model, mesh)
     inputs, labels, positions = batch
-    count = int((labels != tiny.IGNORE_INDEX).sum())
+    count = int((labels != IGNORE_INDEX).sum())
     inputs, labels, kwargs = titan.prepare_context_parallel_input(
         inputs, labels, {"positions": positions} | (extra or {}), mesh, **options
     )
     assert isinstance(kwargs["attention_masks"], titan.PlannedMask)
-    return tiny.step(model, labels, count, inputs, **kwargs), tiny.gradients_of(model)
+    return step(model, labels, count, inputs, **kwargs), gradients_of(model)
 
 
 HALVES = spanwise.SpanMask.documents([0, 50, 101])
@@ -62,16 +132,16 @@ def test_packed_documents(num_ranks: int, options: dict[str, Any]) -> None:
     """Rotary embeddings are relative, so results are equal for documents by `mask` and positions of one document."""
     by_mask = not options.keys().isdisjoint(("mask", "plan"))
     rows = ((50, 51),) if by_mask else ROWS
-    batch = inputs, labels, positions = tiny.batch_of(rows)
-    want = tiny.reference(rows, batch)
+    batch = inputs, labels, positions = batch_of(rows)
+    want = reference(rows, batch)
     if "extra" in options:  # what torchtitan's trainer puts into `attention_masks`
         with torch.compiler.set_stance("force_eager"):
-            options = {"extra": {"attention_masks": tiny.model_of().get_attention_masks(positions)}}
+            options = {"extra": {"attention_masks": model_of().get_attention_masks(positions)}}
     if by_mask:
         batch = inputs, labels, torch.arange(101)[None]
         with pytest.raises(AssertionError):  # one document
-            tiny.check(run_ranks(2, _train, batch), want)
-    tiny.check(run_ranks(num_ranks, _train, batch, **options), want)
+            check(run_ranks(2, train, batch), want)
+    check(run_ranks(num_ranks, train, batch, **options), want)
 
 
 def _checkpointed(model: Any, mesh: Any) -> None:
@@ -97,9 +167,9 @@ def _sharded(model: Any, mesh: Any) -> None:
 @pytest.mark.parametrize("change", [_checkpointed, _compiled])
 def test_fsdp(gloo_pool: GlooPool, change: Any) -> None:
     """FSDP sums gradients over ranks."""
-    batch = tiny.batch_of(ROWS)
-    results = gloo_pool.run(2, _train, batch, change=change, exchange="needed", stages=1)
-    tiny.check([results[0], (results[1][0], dict.fromkeys(results[1][1], 0))], tiny.reference(ROWS, batch))
+    batch = batch_of(ROWS)
+    (loss, gradients), (other, _) = gloo_pool.run(2, train, batch, change=change, exchange="needed", stages=1)
+    check([(loss + other, gradients)], reference(ROWS, batch))
 
 
 def _attended(layers: Any, x: torch.Tensor, masks: Any) -> torch.Tensor:
@@ -129,10 +199,8 @@ def _two_masks(rank: int, mesh: Any, x: torch.Tensor, out: torch.Tensor, positio
 
 
 def test_two_masks_and_sinks() -> None:
-    positions = tiny.batch_of(ROWS)[2]
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(*positions.shape, 128, generator=generator, dtype=torch.float64)
-    cotangent = torch.randn(*positions.shape, 4, 16, generator=generator, dtype=torch.float64)
+    positions, generator = batch_of(ROWS)[2], torch.Generator().manual_seed(3)
+    x, cotangent = (torch.randn(2, 101, *s, generator=generator, dtype=torch.float64) for s in ((128,), (4, 16)))
     masks = {"basic_mask": spanwise.SpanMask.from_position_ids(positions)}
     masks |= {"sliding_window_mask": spanwise.SpanMask.from_position_ids(positions, window=(9, 0)), "unused": None}
     results = run_ranks(2, _two_masks, x, cotangent, positions, masks)
@@ -148,10 +216,10 @@ def test_two_masks_and_sinks() -> None:
 
 
 def _refused(rank: int, mesh: Any) -> None:
-    inputs, labels, positions = tiny.batch_of(ROWS)
-    model, windowed = tiny.model_of(), VarlenAttention(VarlenAttention.Config())
+    inputs, labels, positions = batch_of(ROWS)
+    model, windowed = model_of(), VarlenAttention(VarlenAttention.Config())
     windowed.window_size = (9, 0)
-    titan.apply_cp_to_forward(_inner(model), mesh)
+    titan.apply_cp_to_forward(inner(model), mesh)
 
     def prepare(*args: Any, **options: Any) -> Any:
         return titan.prepare_context_parallel_input(*args, mesh, **options)
@@ -164,13 +232,13 @@ def _refused(rank: int, mesh: Any) -> None:
         ("no attention module", titan.apply_cp_to_forward, ([], mesh), {}),
         ("got Linear", titan.apply_cp_to_forward, ([torch.nn.Linear(1, 1)], mesh), {}),
         (r"window_size=\(9, 0\)", titan.apply_cp_to_forward, ([windowed], mesh), {}),
-        ("own forward, got FlexAttention", titan.apply_cp_to_forward, (_inner(model), mesh), {}),
+        ("own forward, got FlexAttention", titan.apply_cp_to_forward, (inner(model), mesh), {}),
         ("got NoneType", model, (inputs, positions), {}),
-        ("'is_causal': False, 'window': 3", _inner(model)[0], (q, q, q), masks | dict(is_causal=False, window=3)),
+        ("'is_causal': False, 'window': 3", inner(model)[0], (q, q, q), masks | dict(is_causal=False, window=3)),
         (r"\(2, 101\)", prepare, (inputs, labels[:1], {"positions": positions}), {}),
         ("zigzag", prepare, (inputs, labels, {}), dict(load_balancer_type="zigzag")),
         ("100 tokens .* 101 tokens", prepare, (inputs, labels, {}), dict(plan=plan)),
-        ("leave mask", prepare, (inputs, labels, {}), dict(plan=plan, mask=spanwise.SpanMask.causal(101))),
+        ("leave mask", prepare, (inputs, labels, {}), dict(plan=plan, mask=HALVES)),
     ):
         with pytest.raises(ValueError, match=text):
             act(*args, **options)

@@ -75,11 +75,7 @@ _WHOLE = _each(
 _WHOLE |= dict(vocab_size=VOCAB, image_size=28, patch_size=14)
 _SECTIONS = {"mrope_section": [2, 2, 4]}  # of half a head
 _WORDS = {f"<|visual token {i:06d}|>": 100 + i for i in range(32)} | {"<image>": IMAGE, "<|extra_200|>": OTHER}
-_LETTERS = {f"IMGIMG{'ABCD'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 100 + i for i in range(32)} | {"<image>": IMAGE}
-_VQ = dict(channel_multiplier=[1] * 4, attn_resolutions=[3], num_res_blocks=1, embed_dim=4, latent_channels=4)
 _ZAMBA = dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, attention_head_dim=32)
-_CROPS = dict(image_grid_pinpoints=[[28, 56], [56, 28]])
-_IDS = dict(image_token_id=IMAGE, video_token_id=VIDEO)
 # Values that depend on each other, by the types of the configs that have them.
 _MORE: dict[str, dict[str, Any]] = _each(
     {
@@ -107,53 +103,21 @@ _MORE: dict[str, dict[str, Any]] = _each(
         | dict(layer_types=["sliding_attention", "full_attention"] * 2),
         "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
         "gemma4_text": dict(use_bidirectional_attention="vision"),
-        "unlimited_ocr_text": dict(num_key_value_heads=4),
-        "deepseek_ocr2_text": dict(num_key_value_heads=4, mlp_layer_types=["dense", "sparse", "sparse"]),
-        "mllama_text_model": dict(cross_attention_layers=[1]),
-        "kosmos_2_text_model kosmos_2_5_text_model": dict(embed_dim=64, layers=2, ffn_dim=64, attention_heads=4),
         # Models with images, and their encoders.
         "paligemma": dict(text_config=COMMON | dict(model_type="gemma2", query_pre_attn_scalar=16, sliding_window=6)),
-        "aria": dict(projector_patch_to_query_dict={4: 4}),
-        "blip-2 instructblip": dict(image_token_index=IMAGE),
         "instructblipvideo": dict(video_token_index=IMAGE),
-        "chameleon": dict(vocabulary_map=_LETTERS),
-        "chameleon_vqgan": _VQ | dict(attn_resolutions=None, resolution=32),
         "emu3": dict(vocabulary_map=_WORDS),
-        "emu3_vqgan": _VQ,
         "clip_vision_model qwen2_vl_vision": dict(hidden_size=64),
         "sam_vision_model": dict(image_size=56),
-        "qwen2_5_omni_thinker qwen3_omni_moe_thinker": dict(vision_start_token_id=START),
-        "gemma4_vision": dict(patch_size=4, pooling_kernel_size=2, position_embedding_size=16),
-        "gemma4_unified_vision": dict(patch_size=4, pooling_kernel_size=2, mm_posemb_size=16)
-        | dict(mm_embed_dim=64, output_proj_dims=64),
-        "llama4_vision_model": dict(image_size=56, intermediate_size=128)
-        | dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32),
-        "llava_next llava_next_video llava_onevision": _CROPS,
-        "granite4_vision": _CROPS
-        | dict(spatial_target_layers=[0, 1], downsample_rate="1/2")
-        | dict(deepstack_layer_map=[[-1, 0], [-2, 1]]),
-        "granite_docling_vision": dict(scale_factor=2),
-        "minicpm_ocr minicpmv4_6": _IDS | dict(insert_layer_id=0),
-        "minicpmv4_7": _IDS
-        | dict(insert_layer_id=0, image_start_id=START, image_end_id=END)
-        | dict(slice_start_id=156, slice_end_id=157),
-        "minicpm_ocr_vision minicpmv4_6_vision minicpmv4_7_vision": dict(insert_layer_id=0, image_size=56),
-        "muse_glimmer muse_spark": dict(out_hidden_size=128),
-        "muse_spark_audio": dict(num_hidden_layers=4, hidden_sizes=[8] * 4),
-        "unlimited_ocr_sam_vision_model deepseek_ocr2_sam_vision_model": dict(image_size=128, patch_size=16)
-        | dict(window_size=4, downsample_channels=[16, 32]),
-        "inkling_vision": dict(patch_size=4, num_hidden_layers=5),
+        "granite4_vision": dict(spatial_target_layers=[0, 1], downsample_rate="1/2")
+        | dict(image_grid_pinpoints=[[28, 56], [56, 28]], deepstack_layer_map=[[-1, 0], [-2, 1]]),
         "dots3_note_vision_encoder": dict(mlp_layer_types=["dense", "dense"]),
         "molmo2_vision": dict(image_size=[28, 28], num_position_embeddings=4),
         "molmo2_adapter": dict(vision_feature_layer=[0, 1]),
-        "nemotron_h_omni": _IDS | dict(projector_hidden_size=32),
+        "nemotron_h_omni": dict(image_token_id=IMAGE, video_token_id=VIDEO, projector_hidden_size=32),
         "radio": dict(video_temporal_patch_size=2, image_size=56, max_img_size=56),
-        "mllama_vision_model": dict(max_num_tiles=1, supported_aspect_ratios=[[1, 1]])
-        | dict(intermediate_layers_indices=[0], num_global_layers=1),
-        "vipllava": dict(vision_feature_layers=[-1, -2]),
     }
 )
-_ENCODERS = {"gemma4": "gemma4_vision", "gemma4_unified": "gemma4_unified_vision"}  # that configs have on demand
 _OFTEN_NONE = ("head_dim", "num_key_value_heads", "num_experts", "num_experts_per_tok", "n_group", "topk_group")
 _OFTEN_NONE += ("q_lora_rank", *(name for name in _TEXT if name.startswith("indexer")))
 _NO_DROPOUT = ("drop", "jitter")  # parts of names of probabilities that are set to 0
@@ -162,8 +126,6 @@ _NO_DROPOUT = ("drop", "jitter")  # parts of names of probabilities that are set
 def small_config(kind: str, **changes: Any) -> Any:
     """A small config of a model type, with those of its text model, which has the `changes`, and encoders."""
     config = CONFIG_MAPPING[kind]()
-    if kind in _ENCODERS:
-        config.vision_config = CONFIG_MAPPING[_ENCODERS[kind]]()
     return _small(config, config.decoder if kind.startswith("musicgen") else config.get_text_config(), changes)
 
 
