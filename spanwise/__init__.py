@@ -22,8 +22,7 @@ if _TYPE_CHECKING:
     from spanwise.attention.rank_plan import RankPlan as RankPlan
     from spanwise.attention.verify import VerifyReport as VerifyReport, verify as verify
     from spanwise.batch.datasets import GlobalBatchDataset as GlobalBatchDataset, GlobalBatchStream as GlobalBatchStream
-    from spanwise.batch.global_batch import GlobalBatch as GlobalBatch
-    from spanwise.batch.global_batches import GlobalBatches as GlobalBatches
+    from spanwise.batch.global_batches import GlobalBatch as GlobalBatch, GlobalBatches as GlobalBatches
     from spanwise.batch.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
     from spanwise.batch.sharding import roll as roll, shard as shard, shard_batch as shard_batch, unshard as unshard
     from spanwise.batch.token_scores import token_logprobs as token_logprobs
@@ -71,8 +70,7 @@ _HOMES = {
     "attention.rank_plan": "RankPlan",
     "attention.verify": "VerifyReport verify",
     "batch.datasets": "GlobalBatchDataset GlobalBatchStream",
-    "batch.global_batch": "GlobalBatch",
-    "batch.global_batches": "GlobalBatches",
+    "batch.global_batches": "GlobalBatch GlobalBatches",
     "batch.loss": "cross_entropy linear_cross_entropy",
     "batch.sharding": "roll shard shard_batch unshard",
     "batch.token_scores": "token_logprobs",

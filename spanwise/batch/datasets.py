@@ -14,12 +14,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from spanwise.batch.global_batch import DocumentSource
-from spanwise.batch.global_batches import GlobalBatches
-from spanwise.masks.checks import check_below
+from spanwise.batch.global_batches import DocumentSource, GlobalBatches
+from spanwise.masks.checks import check_below, check_index
 
 
 class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
@@ -91,16 +89,12 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: `state` is of other batches, or lies behind the last epoch.
         """
-        if not isinstance(state, Mapping) or not {"position", "config"} <= state.keys():
-            raise ValueError(f'a state has "position" and "config", as batch["state"] does; got {state!r}')
-        if state["config"] != self.config:
-            raise ValueError("the state is of other batches: give the arguments of the run that saved it")
-        position = state["position"]
-        if not isinstance(position, (int, np.integer)) or position < 0:
-            raise ValueError(f"the position of a state must be an integer, at least 0, got {position!r}")
-        if self.end is not None and position > self.end:
-            raise ValueError(f"the state is at token {position}, and the documents end at {self.end}: raise epochs")
-        self._start = self._position = int(position)
+        if not isinstance(state, Mapping) or state.get("config") != self.config:
+            raise ValueError(f"the state is of other batches, and not of these arguments: {state!r}")
+        position = check_index(state["position"], "position")
+        if position < 0 or (self.end is not None and position > self.end):
+            raise ValueError(f"the position of the state is token {position}; the documents end at {self.end}")
+        self._start = self._position = position
 
 
 class GlobalBatchStream(GlobalBatchDataset):

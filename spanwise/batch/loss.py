@@ -58,7 +58,7 @@ def cross_entropy(
     """
     _check(labels, num_valid, weights)
     _torch.check_transforms(logits)
-    check_labels(logits, labels, "logits")
+    check_labels(labels, "logits", logits)
     check_vocabulary(labels, logits.shape[-1])
     # Not `score`: on a CPU it takes 1.3 to 5 times as long, because torch fuses the softmax of all logits.
     scores = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
@@ -117,10 +117,7 @@ def linear_cross_entropy(
 
 
 def _check(labels: torch.Tensor, num_valid: Any, weights: torch.Tensor | None) -> None:
-    """``ValueError`` for a number that is not a number of tokens, or 0 with valid labels; and for wrong weights.
-
-    A tensor is read on the CPU alone, labels too; elsewhere 0 makes the loss infinite.
-    """
+    """``ValueError`` for a wrong number of tokens, if it can be read without a wait, and for wrong weights."""
     if isinstance(num_valid, torch.Tensor):
         num_valid = num_valid.item() if _torch.is_readable(num_valid) else None
     if num_valid is not None and (isinstance(num_valid, str) or not 0 <= num_valid < math.inf):

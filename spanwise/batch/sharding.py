@@ -5,7 +5,7 @@ A shift after the cut would lose one label a run of tokens, so labels are shifte
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from spanwise import _torch
 from spanwise.attention.compare import tells_refusals
 from spanwise.attention.rank_plan import RankPlan, check_plan, local_of, mesh_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
-from spanwise.batch.contents import seq_dim, tensors_of
 from spanwise.batch.token_scores import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
 from spanwise.layouts.thd_order import check_batch_dim, check_dim
@@ -117,11 +116,9 @@ def roll(
     mesh: DeviceMesh | None = None,
     cu_seqlens: Any = None,
     *,
-    tree: TokenTree | None = None,
     dim: int = 1,
     batch_dim: int | None = 0,
     fill_value: float = 0,
-    side: Side = "q",
 ) -> torch.Tensor:
     """Roll a sharded sequence inside its documents: token ``i`` gets token ``i - shifts`` of the same document.
 
@@ -130,16 +127,13 @@ def roll(
     prediction needs. Differentiable; gathers the sequence.
 
     Args:
-        x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim`, `side` as in `unshard`.
+        x: this rank's shard; `plan`, `mesh`, `dim`, `batch_dim` as in `unshard`.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, given to
             `make_plan` or the masks' own. ``[0, seq_len]`` is one document. A plan with a packing knows its documents:
-            leave it out. With ``side="kv"`` they are offsets of keys.
-        tree: in place of documents, the tree of which the plan has the mask. A token gets the one `shifts` before it
-            on its path; `shifts` must not be negative, because a token may have several next ones: see `shard_edges`.
+            leave it out.
 
     Raises:
-        ValueError: bad offsets, or none given although the mask may hold several documents; a tree that does not fit
-            the plan.
+        ValueError: bad offsets, or none given although the mask may hold several documents.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1)
@@ -150,41 +144,20 @@ def roll(
         raise ValueError("call roll outside of compiled code: it reads the documents on the host")
     shifts = check_index(shifts, "shifts")
     check_plan(plan, "roll")
-    check_side(side)
-    if tree is not None:
-        _check_tree(plan, tree, cu_seqlens)
-        parents = torch.from_numpy(tree.parent_tokens(shifts))
-        source, inside = parents.clamp(min=0), parents[None] >= 0
-    else:
-        source, inside = shifted(_ids(_packings(plan, cu_seqlens, side), side), shifts)
+    packings = _packings(plan, cu_seqlens)
     local = local_of(plan, mesh, x.device)
-    full = gather(plan, local, mesh, x, dim, batch_dim, side)
-    rolled = _moved(full, source, inside, dim, batch_dim, fill_value)
-    return shard(local, mesh, rolled, dim, batch_dim=batch_dim, side=side)
+    full = gather(plan, local, mesh, x, dim, batch_dim, "q")
+    return shard(local, mesh, _shifted(full, packings, shifts, dim, batch_dim, fill_value), dim, batch_dim=batch_dim)
 
 
-def shifted(ids: torch.Tensor, shifts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of token ``i - shifts`` for each token ``i``, and whether it exists in the same document.
-
-    Args:
-        ids: document of each token, int64 ``[rows, seq_len]``.
-
-    Returns:
-        Source int64 ``[seq_len]``, clipped to the sequence; and bool ``[rows, seq_len]``: false where the source does
-        not exist or lies in another document, and where the token is padding.
-    """
-    wanted = torch.arange(ids.shape[1], device=ids.device) - shifts
-    source = wanted.clamp(0, max(ids.shape[1] - 1, 0))
-    return source, (source == wanted) & (ids[:, source] == ids) & (ids >= 0)
-
-
-def _moved(
-    x: torch.Tensor, source: torch.Tensor, inside: torch.Tensor, dim: int, batch_dim: int | None, fill_value: float
+def _shifted(
+    x: torch.Tensor, packings: list[Packing], shifts: int, dim: int, batch_dim: int | None, fill: float
 ) -> torch.Tensor:
-    """Token ``source[i]`` for each token ``i`` of the whole sequence `x`; `fill_value` where it is not `inside`.
-
-    `inside` is ``[rows, seq_len]``; one row serves every batch row.
-    """
+    """Token ``i - shifts`` of its document for each token ``i`` of the whole sequence `x`; elsewhere `fill`."""
+    ids = torch.from_numpy(np.stack([packing.sequence_ids("q") for packing in packings]))  # -1 in padding
+    wanted = torch.arange(ids.shape[1]) - shifts
+    source = wanted.clamp(0, max(ids.shape[1] - 1, 0))
+    inside = (source == wanted) & (ids[:, source] == ids) & (ids >= 0)
     dim = check_dim(x, dim)
     shape = [1] * x.dim()
     shape[dim] = inside.shape[1]
@@ -193,35 +166,20 @@ def _moved(
         shape[batch_dim] = len(inside)
         inside = inside if batch_dim < dim else inside.T
     moved = x.index_select(dim, to_device_of(x, source))
-    return torch.where(to_device_of(x, inside).reshape(shape), moved, torch.full_like(moved, fill_value))
+    return torch.where(to_device_of(x, inside).reshape(shape), moved, torch.full_like(moved, fill))
 
 
-def _packings(plan: Plan | RankPlan, cu_seqlens: Any, side: Side = "q") -> list[Packing]:
+def _packings(plan: Plan | RankPlan, cu_seqlens: Any) -> list[Packing]:
     """The documents of every batch row (one entry serves all), with their padding; `cu_seqlens` before the plan's."""
     if isinstance(plan, RankPlan) and plan.packed:
         raise ValueError("a RankPlan does not know where its packed sequences lie; pass the Plan")
     if isinstance(plan, Plan) and plan.packing is not None and cu_seqlens is not None:
         raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
-    length = plan.seq_len if side == "q" else plan.kv_len
     if cu_seqlens is not None:
-        return [Packing(row) for row in check_offset_rows(cu_seqlens, length)]
+        return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
     if isinstance(plan, RankPlan):
         raise ValueError("a RankPlan knows its own tokens' positions only: pass the Plan, or cu_seqlens of the batch")
-    return documents.packings(plan, side)
-
-
-def _check_tree(plan: Plan | RankPlan, tree: TokenTree, cu_seqlens: Any) -> None:
-    if cu_seqlens is not None:
-        raise ValueError("a tree has the order of its tokens: give tree or cu_seqlens, not both")
-    if isinstance(plan, Plan):
-        documents.check_tree(plan, tree)
-    else:  # a RankPlan does not know the whole mask
-        documents.check_tree_length(plan.seq_len, tree)
-
-
-def _ids(packings: list[Packing], side: Side = "q") -> torch.Tensor:
-    """Document of each token, -1 in padding; int64 ``[rows, tokens]``."""
-    return torch.from_numpy(np.stack([packing.sequence_ids(side) for packing in packings]))
+    return documents.packings(plan)
 
 
 def shard_batch(
@@ -233,27 +191,21 @@ def shard_batch(
     tree: TokenTree | None = None,
     shift_labels: bool = True,
     dim: int = 1,
-    kv: Collection[str] = (),
 ) -> dict[str, Any]:
     """Shift labels inside documents, add position ids, and cut every tensor to this rank's tokens.
 
     Args:
         batch: tensors ``[B, seq_len, …]``, or ``[seq_len, …]`` with ``dim=0``, whole on every rank. ``"labels"``
             (int64, −100 is ignored) are shifted: the label of a token becomes the next token's, −100 at the end of
-            each document. Padding, of the plan's packing or of ``"attention_mask"``, always gets −100.
-            ``"position_ids"`` is added if missing, and cut along its last dim where tokens have several,
-            ``[3, B, seq_len]`` (Qwen-VL); one row of them serves all rows. ``"attention_mask"`` must mark the padding
-            that the plan has. Numbers, strings, None and tensors without
-            dims pass through.
+            each document. Padding of the plan's packing always gets −100. ``"position_ids"`` is added if missing, and
+            cut along its last dim where tokens have several, ``[3, B, seq_len]`` (Qwen-VL); one row of them serves all
+            rows. Numbers, strings, None and tensors without dims pass through.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, given to
             `make_plan` or the masks' own. ``[0, seq_len]`` is one document. A plan with a packing knows its documents.
         tree: in place of documents, the tree of which the plan has the mask; positions count along its paths. Labels
             follow its edges and cannot be shifted: leave them out, see `shard_edges`.
         shift_labels: False if the loader already shifted.
         dim: 1 for tensors with a batch dim in front, 0 for packed ones without.
-        kv: names of the tensors ``[B, kv_len, …]`` (``[kv_len, …]``) of the keys of cross attention, such as the
-            encoder's states; cut like ``shard(…, side="kv")``. For positions of packed keys, add
-            ``torch.from_numpy(packing.positions("kv"))`` to the batch.
 
     Returns:
         The same keys and ``"position_ids"`` int64 ``[B, T]`` (``[T]`` with ``dim=0``), counted from the start of each
@@ -261,8 +213,8 @@ def shard_batch(
 
     Raises:
         ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents;
-            names in `kv` that the batch lacks, or that belong to the queries; an attention mask that contradicts the
-            plan, or has four dims; values of other types; a tree that does not fit the plan, or labels with it.
+            an attention mask, which the plan has; values of other types; a tree that does not fit the plan, or labels
+            with it.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1)
@@ -272,23 +224,23 @@ def shard_batch(
     ([[2, -100, 4, 5, -100]], [[0, 1, 0, 1, 2]])
     """
     check_plan(plan, "shard_batch")
-    if not batch:
-        raise ValueError("shard_batch got an empty batch")
     if dim not in (0, 1):
         raise ValueError(f"dim must be 1 (tensors [B, seq_len, …]) or 0 (tensors [seq_len, …]), got {dim}")
-    tensors = tensors_of(batch, plan, dim, kv)
-    first = next(x for name, x in tensors.items() if name not in kv)
-    rows = max(x.shape[seq_dim(name, x, dim) - 1] for name, x in tensors.items() if name not in kv) if dim else 1
+    tensors = _tensors_of(batch, plan, dim)
+    first = next(iter(tensors.values()))
+    rows = max(x.shape[_seq_dim(name, x, dim) - 1] for name, x in tensors.items()) if dim else 1
     if dim and "position_ids" in tensors:  # one row may serve all
         positions = tensors["position_ids"]
         tensors["position_ids"] = positions.expand(*positions.shape[:-2], rows, -1)
     if tree is not None:
-        _check_tree(plan, tree, cu_seqlens)
+        if cu_seqlens is not None:
+            raise ValueError("a tree has the order of its tokens: give tree or cu_seqlens, not both")
+        if isinstance(plan, Plan):
+            documents.check_tree(plan, tree)
+        else:  # a RankPlan does not know the whole mask
+            documents.check_tree_length(plan.seq_len, tree)
         if "labels" in tensors:
-            raise ValueError(
-                "labels of a tree follow its edges: leave them out of the batch, and take labels[:, edges.targets] "
-                "with edges = spanwise.shard_edges(tree, plan, mesh)"
-            )
+            raise ValueError("labels of a tree follow its edges: leave them out, and take those of shard_edges")
     counted = isinstance(plan, RankPlan) and plan.positions is not None and cu_seqlens is None and tree is None
     # Labels to shift and positions to count need the documents; other tensors do not.
     needs_documents = "labels" in tensors or cu_seqlens is not None or not ("position_ids" in tensors or counted)
@@ -296,22 +248,47 @@ def shard_batch(
     packings = _packings(plan, cu_seqlens) if needs_documents else [Packing([0, plan.seq_len])]
     if len(packings) not in (1, rows):
         raise ValueError(f"cu_seqlens has {len(packings)} rows, the batch has {rows if dim else 'no batch dim'}")
-    whole = dict(tensors)
     if "labels" in tensors:
-        labels = tensors["labels"]
         shifts = -1 if shift_labels else 0
-        if "attention_mask" in tensors and "attention_mask" not in kv:
-            labels = labels.masked_fill(to_device_of(labels, tensors["attention_mask"]) == 0, IGNORE_INDEX)
-        whole["labels"] = _moved(labels, *shifted(_ids(packings), shifts), dim, 0, IGNORE_INDEX)
+        tensors["labels"] = _shifted(tensors["labels"], packings, shifts, dim, 0, IGNORE_INDEX)
     if "position_ids" not in tensors and not counted:
         counts = [packing.positions() for packing in packings] if tree is None else [tree.positions()]
         positions = to_device_of(first, torch.from_numpy(np.stack(counts)))
-        whole["position_ids"] = positions.expand(rows, -1) if dim else positions[0]
+        tensors["position_ids"] = positions.expand(rows, -1) if dim else positions[0]
     cut = {}
-    for name, x in whole.items():
-        at = seq_dim(name, x, dim)
-        cut[name] = shard(plan, mesh, x, at, batch_dim=max(at - 1, 0), side="kv" if name in kv else "q")
+    for name, x in tensors.items():
+        at = _seq_dim(name, x, dim)
+        cut[name] = shard(plan, mesh, x, at, batch_dim=max(at - 1, 0))
     if counted and "position_ids" not in tensors:
         assert isinstance(plan, RankPlan) and plan.positions is not None
         cut["position_ids"] = plan.positions.expand(rows, -1) if dim else plan.positions[0]
     return {name: cut.get(name, x) for name, x in batch.items()} | cut
+
+
+def _tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int) -> dict[str, Any]:
+    """The tensors of the batch that are cut, after all checks; not those without dims."""
+    tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and x.dim() > 0}
+    for name, x in batch.items():
+        if x is not None and not isinstance(x, (bool, int, float, str, torch.Tensor)):
+            raise ValueError(f"batch[{name!r}] is a {type(x).__name__}: make it a tensor, or take it out of the batch")
+    if not tensors:
+        raise ValueError(f"shard_batch got no tensor, only {sorted(batch)}")
+    if "attention_mask" in tensors:
+        raise ValueError("leave attention_mask out: the plan, from Packing.from_attention_mask, knows the padding")
+    for name, x in tensors.items():
+        if x.dim() <= (at := _seq_dim(name, x, dim)) or x.shape[at] != plan.seq_len:
+            raise ValueError(
+                f"batch[{name!r}] must have size {plan.seq_len} in dim {at}, got {tuple(x.shape)}; cut tensors of the "
+                f'keys of cross attention by shard(…, side="kv")'
+            )
+    sizes = {name: x.shape[_seq_dim(name, x, dim) - 1] for name, x in tensors.items()} if dim else {}
+    if sizes.get("position_ids") == 1:  # the same positions in all rows, as models take them
+        sizes.pop("position_ids")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
+    return tensors
+
+
+def _seq_dim(name: str, x: torch.Tensor, dim: int) -> int:
+    """The sequence dim: `dim`, but the last one of position ids of several kinds, ``[3, B, S]`` (Qwen-VL)."""
+    return x.dim() - 1 if name == "position_ids" and x.dim() == dim + 2 else dim

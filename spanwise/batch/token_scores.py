@@ -33,7 +33,7 @@ CHUNK_LOGITS = 1 << 24
 
 
 class Scoring(NamedTuple):
-    """How tokens are scored; `token_logprobs` describes the options. `mesh` is its `vocab_mesh`."""
+    """Options of `token_logprobs`; `mesh` is its `vocab_mesh`."""
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -96,8 +96,8 @@ def token_logprobs(
     return score(logits, labels, vocab_weight, bias, scoring, "token_logprobs")
 
 
-def check_labels(x: Tensor, labels: Tensor, name: str) -> None:
-    """``ValueError`` for labels that do not fit `x`, logits or hidden states."""
+def check_labels(labels: Tensor, name: str, x: Tensor, **more: Tensor | None) -> None:
+    """``ValueError`` for labels that do not fit `x`, logits or hidden states, and for others of their tensors."""
     for what, t in ((name, x), ("labels", labels)):
         if isinstance(t, DTensor):
             raise ValueError(f"{what} must be a plain tensor, got a DTensor {tuple(t.placements)}; use to_local()")
@@ -105,13 +105,9 @@ def check_labels(x: Tensor, labels: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be [*labels.shape, dim], got {tuple(x.shape)}, labels {tuple(labels.shape)}")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
-    check_floating(x, name, labels)
-
-
-def check_floating(x: Tensor, name: str, labels: Tensor) -> None:
-    """``ValueError`` for a tensor that is not floating point on the device of the labels."""
-    if not x.is_floating_point() or x.device != labels.device:
-        raise ValueError(f"{name} must be floating point on {labels.device}, got {x.dtype} on {x.device}")
+    for what, tensor in (*more.items(), (name, x)):
+        if tensor is not None and (not tensor.is_floating_point() or tensor.device != labels.device):
+            raise ValueError(f"{what} must be floating point on {labels.device}, got {tensor.dtype} on {tensor.device}")
 
 
 def _own_rows(
@@ -119,28 +115,22 @@ def _own_rows(
 ) -> tuple[Tensor | None, Tensor | None]:
     """This rank's rows of the weight and the bias, differentiably; ``ValueError`` for what a rank sees to be wrong."""
     mesh = scoring.mesh
-    check_finite(scoring.temperature, "temperature", positive=True)
-    if scoring.softcap is not None:
-        check_finite(scoring.softcap, "softcap", positive=True)
+    for option in ("temperature", "softcap"):
+        if (value := getattr(scoring, option)) is not None:
+            check_finite(value, option, positive=True)
     if scoring.chunk is not None:
         check_positive(scoring.chunk, "chunk")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"vocab_mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pass one of them")
     _torch.check_transforms(*(t for t in (x, weight, bias) if t is not None))
-    check_labels(x, labels, "logits" if weight is None else "hidden")
-    own: list[Tensor | None] = []
     for name, t in (("vocab_weight", weight), ("bias", bias)):
-        if isinstance(t, DTensor):
-            if mesh is None or t.device_mesh != mesh or tuple(t.placements) != (Shard(0),):
-                raise ValueError(
-                    f"{name} is a DTensor {tuple(t.placements)} on {t.device_mesh}; it must be Shard(0) on "
-                    f"vocab_mesh, {mesh}. Under FSDP, call this inside the forward of the module that owns the weight"
-                )
-            t = t.to_local()
-        if t is not None:
-            check_floating(t, name, labels)
-        own.append(t)
-    weight, bias = own
+        if isinstance(t, DTensor) and (t.device_mesh != mesh or tuple(t.placements) != (Shard(0),)):
+            raise ValueError(
+                f"{name} is a DTensor {tuple(t.placements)} on {t.device_mesh}; it must be Shard(0) on vocab_mesh, "
+                f"{mesh}. Under FSDP, call this inside the forward of the module that owns the weight"
+            )
+    weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (weight, bias))
+    check_labels(labels, "logits" if weight is None else "hidden", x, vocab_weight=weight, bias=bias)
     if weight is not None:
         check_shape(weight, "vocab_weight", "vocab", x.shape[-1], like=f" for hidden {tuple(x.shape)}")
     if bias is not None and weight is not None:
@@ -178,9 +168,7 @@ def score(
         compare = compare_call(name, facts, mesh, [x], sizes=sizes, amount=amount)
         # A rank does not know the others' rows. The sum keeps the answer on the device.
         rank = mesh.get_local_rank()
-        counts = labels.new_zeros(mesh.size())
-        counts[rank : rank + 1] = rows
-        (counts,) = compared((counts,), compare)
+        (counts,) = compared((F.pad(labels.new_full((1,), rows), (rank, mesh.size() - rank - 1)),), compare)
         counts = executor.all_reduce(counts, "sum", mesh, "rows of the vocabulary")
         check_vocabulary(labels, counts.sum())
         first = counts[:rank].sum()

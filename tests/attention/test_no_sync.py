@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2] / "spanwise"
 NOT_HOT = {
     "attention/call_log.py", "attention/chunks.py", "attention/verify.py", "attention/kernels/_flops.py",
     "attention/kernels/_segments.py", "attention/kernels/_tiles.py", "attention/kernels/sdpa.py",
-    "batch/contents.py", "recurrence/route.py", "recurrence/document_runs.py", "recurrence/relayout.py",
+    "recurrence/route.py", "recurrence/document_runs.py", "recurrence/relayout.py",
 }  # fmt: skip
 HOT = {
     *(str(path.relative_to(ROOT)) for folder in ("attention", "recurrence") for path in (ROOT / folder).rglob("*.py")),

@@ -296,7 +296,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: GlobalBatchDataset(BATCHES, [], 1), r"rank .*\[0, 1\), .*got 1"),
     (lambda: loaded({}), "{}"),
     *((lambda n=n: loaded(state(n)), f"position .*{n!r}") for n in ("4", 4.0, -1)),
-    (lambda: loaded(state(20)), "token 20, .* 19"),
+    (lambda: loaded(state(20)), "token 20; .* 19"),
 ]
 for make in (GlobalBatches, functools.partial(GlobalBatchStream, rank=0)):
     REFUSED += [
