@@ -65,7 +65,6 @@ docs: $(STAMP)  ## build the site into site/, and check its links
 bench: $(STAMP)  ## measure, print a table, write JSON
 	$(BIN)/python -m benchmarks.plan times
 	$(BIN)/python -m benchmarks.plan layouts
-	$(BIN)/python -m benchmarks.kernels
 
 gpu: $(STAMP)  ## run all that needs a CUDA device, in ten minutes (GPU_ARGS='--only parity'; --dry: on a CPU)
 	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, timing in turns, memory of a process, and JSON for docs/make_benchmarks.py.
+"""What the benchmarks share: options, timing in turns, and JSON for docs/make_benchmarks.py.
 
 python -m benchmarks.plan layouts --quick --out rows.json
 """
@@ -49,9 +49,3 @@ def take_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str,
             step()
             seconds[name].append(time.perf_counter() - began)
     return seconds
-
-
-def resident(key: str) -> int:
-    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at the peak. (getrusage reports a parent's peak if larger.)"""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))

@@ -1,4 +1,4 @@
-"""Run on a GPU whatever has only run on CPUs: tests, parity, a rank of eight replayed, rates, training, overlap.
+"""Run on a GPU whatever has only run on CPUs: tests, parity, a rank of eight replayed, rates, overlap.
 
     python -m benchmarks.gpu                        # needs a CUDA device; at most 10 minutes
     python -m benchmarks.gpu --only parity replay   # some steps

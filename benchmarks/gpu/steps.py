@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -141,7 +140,7 @@ def parity(here: Here, found: Row, row: Row) -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> Any:
         return spanwise.context_parallel_attention(q, k, v, local, kernel=row["kernel"])
 
-    report = spanwise.verify(attend, plan, here.mesh, dtype=dtype, device=here.device, num_probes=2)
+    report = spanwise.verify(attend, plan, here.mesh, dtype=dtype, num_probes=2)
     found |= report.errors
     report.raise_if_failed()
 
@@ -320,21 +319,6 @@ def calibrate(here: Here, found: Row, row: Row) -> None:
         raise
 
 
-def train(here: Here, found: Row, row: Row) -> None:
-    """``examples/train_packed.py`` with one rank on the device; its first steps are compared with a dense mask."""
-    sizes = {"steps": 2, "seq-len": 256} if here.dry else {"steps": 10, "seq-len": 8192}
-    with tempfile.TemporaryDirectory(prefix="spanwise-train-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"{ROOT}/examples/train_packed.py"]
-        command += ["--device", here.device.type, "--prove", "2", "--out", folder]
-        command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-        subprocess.run(command, check=True, cwd=ROOT)  # ends with 1 if the comparison fails
-        steps = json.loads(Path(folder, "metrics.json").read_text())["steps"]
-    found |= {**sizes, "first loss": steps[0]["loss"], "last loss": steps[-1]["loss"], "proved": True}
-    for name in ("loss_error", "gradient_error"):
-        found[f"max {name.replace('_', ' ')}"] = max(step[name] for step in steps[:2])
-    found["tokens_per_second"] = steps[-1]["tokens_per_second"]
-
-
 def scheduled_rows(dry: bool) -> list[Row]:
     cases = ("aot_eager", "spanwise, aot_eager") if dry else ("inductor", "spanwise, aot_eager", "spanwise, inductor")
     return rows_of(what="compiled step", case=cases)
@@ -384,6 +368,5 @@ STEPS: dict[str, Step] = {
     "layers": Step(lambda dry: rows_of(what="four layers", kernel=kernels(dry)), layers, 40),
     "lengths": Step(lengths_rows, lengths, 45),
     "calibrate": Step(lambda dry: rows_of(what="device"), calibrate, 35),
-    "train": Step(lambda dry: rows_of(what="train_packed"), train, 35),
     "overlap": Step(scheduled_rows, scheduled, 40, backend="nccl"),
 }

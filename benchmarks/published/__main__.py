@@ -45,41 +45,34 @@ def main(arguments: list[str] | None = None) -> None:
 
 def table(rows: list[Row]) -> Result:
     """Every measurement with its prediction, and figures per source and over all."""
-    by_source: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_source[row.source].append(row)
-    fits = {source: fit(own) for source, own in by_source.items()}
+    names = dict.fromkeys(row.source for row in rows)
+    fits = {source: fit([row for row in rows if row.source == source]) for source in names}
     found = [one for row in rows for one in _predicted(row, *fits[row.source])]
-    sources = {source: _figures([one for one in found if one["source"] == source]) for source in by_source}
+    sources = {}
+    for source, (factor, fixed, fitted) in fits.items():
+        figures = _figures([one for one in found if one["source"] == source])
+        sources[source] = figures | {"factor": factor, "fixed_seconds": fixed, "fitted_row": fitted}
     numbers = {key: i for i, key in enumerate(dict.fromkeys(one.get("comparison") for one in found))}
+    packed = [one for one in found if one["packed"] and "Magi" in one["source"]]
+    result = {"rows": found, "sources": sources, "packed": _figures(packed), "all": _figures(found)}
     for one in found:
         if "comparison" in one:
             one["comparison"] = numbers[one["comparison"]]
-    for source, (factor, fixed, fitted) in fits.items():
-        sources[source] |= {"factor": factor, "fixed_seconds": fixed, "fitted_row": fitted}
-    factors = {"steps": _factors(rows, found), "memory": _quantiles(predict.memory(rows))}
-    packed = [one for one in found if one["packed"] and "Magi" in one["source"]]
-    return {"rows": found, "sources": sources, "packed": _figures(packed), "all": _figures(found)} | factors
-
-
-def _factors(rows: list[Row], found: list[Result]) -> dict[str, list[float]]:
-    """Measured over predicted seconds of training steps, with nominal and with fitted rates: intervals of advice."""
-    nominal = [one for row in rows for one in _predicted(row, 1.0, 0.0, None)]
-    steps = [
-        [one for one in every if one["group"] in ("e2e-train", "overlap-train") and "ratio" in one]
-        for every in (nominal, found)
-    ]
-    return {
-        "nominal": _quantiles([one["measured"] / one["predicted"] for one in steps[0]]),
-        "fitted": _quantiles([1 / one["ratio"] for one in steps[1] if not one["fitted"]]),
+    # Measured over predicted, with nominal and with fitted rates: intervals of advice.
+    nominal = [one for row in rows for one in _predicted(row)]
+    steps, fitted = ([x for x in y if x["group"].endswith("-train") and "ratio" in x] for y in (nominal, found))
+    intervals = {
+        "nominal": _quantiles([x["measured"] / x["predicted"] for x in steps]),
+        "fitted": _quantiles([1 / x["ratio"] for x in fitted if not x["fitted"]]),
     }
+    return result | {"steps": intervals, "memory": _quantiles(predict.memory(rows))}
 
 
 def _quantiles(values: list[float]) -> list[float]:
     return [float(np.quantile(values, part)) for part in (0.05, 0.5, 0.95)] if values else []
 
 
-def _predicted(row: Row, factor: float, fixed: float, fitted: int | None) -> list[Result]:
+def _predicted(row: Row, factor: float = 1.0, fixed: float = 0.0, fitted: int | None = None) -> list[Result]:
     base = {"id": row.id, "source": row.source, "group": row.group, "packed": row.packed}
     try:
         pairs = predict.pairs(row, factor, fixed)
@@ -112,7 +105,7 @@ def fit(rows: list[Row]) -> tuple[float, float, int | None]:
         pair = predict.pairs(row, factor)[0]
         return pair.predicted - pair.measured
 
-    expressed = [row for row in rows if "reason" not in _predicted(row, 1.0, 0.0, None)[0]]
+    expressed = [row for row in rows if "reason" not in _predicted(row)[0]]
     free = sorted((row for row in expressed if not row.packed), key=size)
     if len(expressed) < 2 or not free:
         return 1.0, 0.0, None

@@ -192,24 +192,19 @@ def _gathered(
     if method.padded:  # reordered, and picked by index for each of two calls; gradients put back, summed, reordered
         exchange += every * (6 * _INDEXED + 4.5 if backward else 3 * _INDEXED)
     call = functools.partial(problem.kernel.seconds, problem.machine, heads=heads, dim=problem.dim, backward=backward)
-    if method.style == "llama3":
-        return exchange + max(call(*one, edge=problem.causal) for one in _contiguous(problem, pack, ranks))
+    if method.style == "llama3":  # equal contiguous chunks: queries and pairs of each document on each rank
+        ends, times = np.cumsum(pack, dtype=np.float64), []
+        starts, size = ends - np.array(pack), float(ends[-1]) / ranks
+        for rank in range(ranks):
+            low, high = np.maximum(starts, rank * size), np.minimum(ends, (rank + 1) * size)
+            queries = np.maximum(high - low, 0.0)
+            seen = (low + high) / 2 - starts if problem.causal else ends - starts
+            times.append(call(queries, 2 * seen if problem.causal else seen, queries * seen, edge=problem.causal))
+        return exchange + max(times)
     area = documents * documents / ranks / (2 if problem.causal else 1)
     read = documents / 2 if problem.causal else documents  # by each of a rank's two chunks, in the mean
     halves = 2 * call(documents / ranks / 2, read, area / 2, edge=problem.causal)
     return exchange + halves + copies
-
-
-def _contiguous(problem: Problem, pack: tuple[int, ...], ranks: int) -> list[tuple[np.ndarray, ...]]:
-    """Queries and pairs of each document on each rank, where ranks hold equal contiguous chunks."""
-    ends = np.cumsum(pack, dtype=np.float64)
-    starts, size, found = ends - np.array(pack), float(ends[-1]) / ranks, []
-    for rank in range(ranks):
-        low, high = np.maximum(starts, rank * size), np.minimum(ends, (rank + 1) * size)
-        queries = np.maximum(high - low, 0.0)
-        seen = (low + high) / 2 - starts if problem.causal else ends - starts
-        found.append((queries, 2 * seen if problem.causal else seen, queries * seen))
-    return found
 
 
 def _dynamic(problem: Problem, pack: tuple[int, ...], method: Method, backward: bool) -> float:

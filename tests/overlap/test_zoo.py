@@ -7,14 +7,13 @@ import pytest
 from benchmarks import overlap_zoo as zoo
 
 
-@pytest.mark.parametrize("links", ["slow", pytest.param("fast", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("links", ["fast", pytest.param("slow", marks=pytest.mark.slow)])
 def test_ours_is_no_longer_than_the_graphs_own_order(links: str) -> None:
     graphs, found = zip(
-        *((graph, case) for _, graph, _, case in zoo.cases(["dlrm"], [links], peers=False)), strict=True
+        *((graph, case) for _, graph, _, case in zoo.cases(["random 0"], [links], peers=False)), strict=True
     )
     assert graphs == ("forward", "backward")
     rows = zoo.losses(found)
     assert rows["spanwise / own"]["longer"] == 0 and rows["spanwise / own"]["worst"] <= zoo.MARGIN
-    if links == "slow":  # its stream is the bottleneck: the first collective must start as soon as one can
-        ours, own = (found[1].orders[name]["makespan"] / found[1].bound for name in ("spanwise", "own"))
-        assert ours <= 1.001 < 1.02 <= own
+    ours, own = (found[1].orders[name]["makespan"] / found[1].bound for name in ("spanwise", "own"))
+    assert ours <= 1.002 < 1.3 <= own
