@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import spanwise
+from spanwise.masks.blocks import block_table
 
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 CELL, GAP, TOP = 4, 36, 46
@@ -18,7 +19,7 @@ BLOCK = 16
 
 
 def panel(plan: spanwise.Plan, left: int) -> list[str]:
-    table = plan.mask().block_table(BLOCK)[0]
+    table = block_table(plan.mask(), BLOCK)[0]
     owner = np.empty(plan.seq_len, dtype=int)
     for rank in range(plan.num_ranks):
         for start, stop in plan.runs(rank):

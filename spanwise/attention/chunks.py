@@ -21,8 +21,8 @@ from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.layouts.runs import places_in, ragged_arange
 from spanwise.layouts.traffic import num_rows
 from spanwise.masks.arrays import Int64
+from spanwise.masks.even_runs import merge_runs
 from spanwise.masks.span_mask import SpanMask
-from spanwise.masks.spans import merge_runs
 from spanwise.planning.plan_data import PlanData
 from spanwise.routes.route import RECEIVER, ROW, SENDER, START, STOP, Step, gathers
 

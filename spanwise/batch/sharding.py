@@ -274,7 +274,7 @@ def _tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int) -> di
     if not tensors:
         raise ValueError(f"shard_batch got no tensor, only {sorted(batch)}")
     if "attention_mask" in tensors:
-        raise ValueError("leave attention_mask out: the plan, from Packing.from_attention_mask, knows the padding")
+        raise ValueError("leave attention_mask out: the plan, from SpanMask.from_attention_mask, knows the padding")
     for name, x in tensors.items():
         if x.dim() <= (at := _seq_dim(name, x, dim)) or x.shape[at] != plan.seq_len:
             raise ValueError(

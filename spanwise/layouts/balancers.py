@@ -25,7 +25,7 @@ from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import LayoutProblem, LoadBalancer
 from spanwise.masks.arrays import Int64
 from spanwise.masks.checks import check_positive
-from spanwise.masks.offsets import common
+from spanwise.masks.span_arrays import common
 from spanwise.masks.span_mask import SpanMask
 
 # Where blocks must be cut finer. Worst imbalance of 29 short packings on 4 to 16 ranks with 2, 4, 8, 16 blocks a rank:

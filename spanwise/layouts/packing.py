@@ -19,7 +19,6 @@ import numpy as np
 
 from spanwise.layouts.layout import Layout, head_tail_pieces
 from spanwise.layouts.runs import ragged_arange
-from spanwise.masks import offsets as _offsets
 from spanwise.masks.arrays import Bool, Int64
 from spanwise.masks.checks import check_length, check_offsets, check_positive, check_window
 from spanwise.masks.span_mask import SpanMask
@@ -103,34 +102,6 @@ class Packing:
         values = {"q_lens": lens, "q_offsets": offsets, "kv_lens": kv_lens, "kv_offsets": kv_offsets}
         for name, value in {**values, "q_len": length, "kv_len": kv_length}.items():
             object.__setattr__(self, name, value)
-
-    @classmethod
-    def from_position_ids(cls, position_ids: Any) -> Packing:
-        """A packed batch that marks documents by positions, as ``DataCollatorWithFlattening`` makes.
-
-        Args:
-            position_ids: as in `SpanMask.from_position_ids`; storage is the rows of the batch, one after the other.
-
-        >>> Packing.from_position_ids([[0, 1, 0, 1, 2]]).q_lens
-        array([2, 3])
-        """
-        rows = _offsets.of_positions(position_ids)
-        return cls(np.concatenate([[0], *(cu[1:] + row * cu[-1] for row, cu in enumerate(rows))]))
-
-    @classmethod
-    def from_attention_mask(cls, attention_mask: Any) -> Packing:
-        """A batch with padding on the left or right of each row, as tokenizers make; each row is a sequence.
-
-        Args:
-            attention_mask: as in `SpanMask.from_attention_mask`; storage is the rows of the batch, one after the other.
-
-        >>> Packing.from_attention_mask([[0, 1, 1], [1, 1, 0]]).sequence_ids()
-        array([-1,  0,  0,  1,  1, -1])
-        """
-        first, stop, length = _offsets.valid_runs(attention_mask)
-        starts = first + np.arange(len(first)) * length
-        total = len(first) * length
-        return cls(np.append(0, np.cumsum(stop - first)), cu_seqlens_q_padded=np.append(starts, total), q_len=total)
 
     @property
     def num_sequences(self) -> int:

@@ -84,13 +84,13 @@ class TokenTree:
         inner[self.parents[self.parents >= 0]] = True
         return np.flatnonzero(~inner)
 
-    def mask(self, *, window: SupportsIndex | None = None, max_spans: SupportsIndex = 64) -> SpanMask:
+    def mask(self, *, window: SupportsIndex | None = None) -> SpanMask:
         """The mask over storage, see `SpanMask.tree`; a window of n reads n tokens before a row and the row itself.
 
         >>> TokenTree([-1, 0, 0], [3, 2, 1]).mask(window=1).area()
         array([[1, 2, 2, 2, 2, 2]])
         """
-        return SpanMask.tree(self.parents, self.lengths, window=window, max_spans=max_spans)
+        return SpanMask.tree(self.parents, self.lengths, window=window)
 
     def positions(self) -> Int64:
         """Position of each token on its path, counted from the root, int64 ``[num_tokens]``."""

@@ -6,35 +6,13 @@ Works on even runs, one batch row at a time, never single rows or cells. All til
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from spanwise.masks.arrays import Int8, Int32, Int64
-from spanwise.masks.even_runs import EvenRuns, cut
+from spanwise.masks.even_runs import EvenRuns, cut, merge_runs
 from spanwise.masks.span_arrays import SpanArrays
-from spanwise.masks.spans import merge_runs
 
 PARTIAL, FULL = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTables:
-    """The lists of FlexAttention's ``BlockMask``, int32 numpy arrays; batch ``B``, one head.
-
-    ``kv_*``: for each query block the partial (``full_kv_*``: the full) key blocks, ascending; ``q_*``: the transpose.
-    Counts are ``[B, 1, num_q_blocks]`` and ``[B, 1, num_kv_blocks]``, indices ``[B, 1, num_q_blocks, num_kv_blocks]``
-    and ``[B, 1, num_kv_blocks, num_q_blocks]``, zero beyond the count.
-    """
-
-    kv_num_blocks: Int32
-    kv_indices: Int32
-    full_kv_num_blocks: Int32
-    full_kv_indices: Int32
-    q_num_blocks: Int32
-    q_indices: Int32
-    full_q_num_blocks: Int32
-    full_q_indices: Int32
 
 
 def num_blocks(length: int, block_size: int) -> int:
@@ -86,28 +64,25 @@ def _rows_of_tiles(q_block: Int64, low: Int64, high: Int64, rows: Int64, shape: 
     return np.cumsum(line, dtype=np.int32, out=line)[:-1].reshape(shape[0], stride)[:, :-1]
 
 
-def block_tables(mask: SpanArrays, block_size: int) -> BlockTables:
-    """The lists that FlexAttention walks.
+def block_tables(mask: SpanArrays, block_size: int) -> dict[str, Int32]:
+    """The lists of FlexAttention's ``BlockMask`` by name; batch ``B``, one head.
 
-    A short last block is never full, as in torch's ``create_block_mask``: kernels skip ``mask_mod`` in full blocks, and
-    only ``mask_mod`` keeps them from reading keys beyond the end.
+    ``kv_*``: for each query block the partial (``full_kv_*``: the full) key blocks, ascending; ``q_*``: the transpose.
+    ``*_num_blocks`` are ``[B, 1, rows]``, ``*_indices`` ``[B, 1, rows, columns]``, zero beyond the number. A short last
+    block is never full, as in torch's ``create_block_mask``: kernels skip ``mask_mod`` in full blocks, and only
+    ``mask_mod`` keeps them from reading keys beyond the end.
     """
-    table = block_table(mask, block_size)
+    table, found = block_table(mask, block_size), dict[str, Int32]()
     for short, edge in ((mask.q_len % block_size, table[:, -1:, :]), (mask.kv_len % block_size, table[:, :, -1:])):
         if short:
             np.minimum(edge, np.int8(PARTIAL), out=edge)
-    transposed = np.ascontiguousarray(table.swapaxes(1, 2))
-    return BlockTables(
-        *_lists(table, PARTIAL), *_lists(table, FULL), *_lists(transposed, PARTIAL), *_lists(transposed, FULL)
-    )
-
-
-def _lists(table: Int8, kind: int) -> tuple[Int32, Int32]:
-    """(counts ``[B, 1, rows]``, indices ``[B, 1, rows, columns]``) of the tiles of one kind; columns ascend."""
-    columns = np.arange(table.shape[2], dtype=np.int32)
-    tiles = table == kind
-    counts = np.count_nonzero(tiles, axis=2).astype(np.int32)
-    indices = np.zeros(table.shape, np.int32)  # the system allocates only pages that are written
-    # Both index arrays have equally many entries in each row, in row order: each row's columns move to its front.
-    indices[columns < counts[..., None]] = np.broadcast_to(columns, table.shape)[tiles]
-    return counts[:, None], indices[:, None]
+    for side, each in (("kv", table), ("q", np.ascontiguousarray(table.swapaxes(1, 2)))):
+        columns = np.arange(each.shape[2], dtype=np.int32)
+        for name, kind in ((side, PARTIAL), (f"full_{side}", FULL)):
+            tiles = each == kind
+            counts = np.count_nonzero(tiles, axis=2).astype(np.int32)
+            indices = np.zeros(each.shape, np.int32)  # the system allocates only pages that are written
+            # Both index arrays have equally many entries in each row, in row order: each row's move to its front.
+            indices[columns < counts[..., None]] = np.broadcast_to(columns, each.shape)[tiles]
+            found |= {f"{name}_num_blocks": counts[:, None], f"{name}_indices": indices[:, None]}
+    return found

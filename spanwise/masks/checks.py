@@ -88,14 +88,9 @@ def check_window(window: Any, seq_len: int, *, causal: bool = True) -> tuple[np.
     except (TypeError, ValueError):
         raise ValueError(f"window must be two integers (left, right), got {window!r}") from None
     if left < -1 or right < -1:
-        raise ValueError(
-            f"a window's left and right must be tokens, at least 0, or -1 for no limit on a side, got ({left}, {right})"
-        )
+        raise ValueError(f"window must be tokens, or -1 for no limit on a side, got ({left}, {right})")
     if (left, right) == (-1, 0) and not causal:
-        raise ValueError(
-            "window (-1, 0) with causal=False means a causal mask to FlashAttention and no limit at all to "
-            "TransformerEngine; give causal=True for the first, window=None for the second"
-        )
+        raise ValueError("window (-1, 0) with causal=False is ambiguous; give causal=True, or window=None for no limit")
     left, right = (seq_len if side == -1 else min(side, seq_len) for side in (left, right))
     return np.int32(left), np.int32(right)
 
@@ -105,18 +100,10 @@ def check_offsets(values: Any, name: str = "cu_seqlens", *, start_at_zero: bool 
     offsets = np.array(int_array(values, name), dtype=np.int64)
     if offsets.ndim != 1 or len(offsets) == 0:
         raise ValueError(f"{name} must be offsets of shape [number of sequences + 1], got shape {list(offsets.shape)}")
-    if offsets[0] < 0:
-        raise ValueError(f"{name} must not be negative, got {offsets[0]} at position 0")
-    if start_at_zero and offsets[0] != 0:
-        raise ValueError(
-            f"{name} must begin with 0, got {offsets[0]} at position 0: for lengths of documents give "
-            "[0, *cumsum(lengths)]"
-        )
+    if offsets[0] < 0 or (start_at_zero and offsets[0] != 0):
+        raise ValueError(f"{name} must begin with 0, got {offsets[0]}: for lengths give [0, *cumsum(lengths)]")
     for s in np.flatnonzero(offsets[1:] < offsets[:-1])[:1] + 1:
-        raise ValueError(
-            f"{name} must not decrease, got {offsets[s]} after {offsets[s - 1]} at position {s}; cut off filling "
-            f"at the tail, {name}[:{s}]"
-        )
+        raise ValueError(f"{name} must not decrease, got {offsets[s]} after {offsets[s - 1]} at position {s}")
     check_length(int(offsets[-1]), f"the last entry of {name}")
     offsets.setflags(write=False)
     return offsets
@@ -147,12 +134,9 @@ def check_spans(start: Any, end: Any, kv_len: int) -> tuple[IntArray, IntArray]:
     """Span arrays as ``[batch, num_spans, q_len]`` with ``0 <= start <= end <= kv_len`` and at least one slot."""
     starts, ends = int_array(start, "start"), int_array(end, "end")
     if starts.shape != ends.shape or starts.ndim not in (2, 3):
-        raise ValueError(
-            "start and end must both be [num_spans, q_len] or [batch, num_spans, q_len], got "
-            f"{list(starts.shape)} and {list(ends.shape)}"
-        )
-    if starts.ndim == 2:
-        starts, ends = starts[None], ends[None]
+        wanted = "[num_spans, q_len] or [batch, num_spans, q_len]"
+        raise ValueError(f"start and end must both be {wanted}, got {list(starts.shape)} and {list(ends.shape)}")
+    starts, ends = (x[None] if x.ndim == 2 else x for x in (starts, ends))
     if starts.shape[0] == 0:
         raise ValueError(f"a mask needs at least one batch row, got shape {list(starts.shape)}")
     if starts.shape[1] == 0:  # no slot: every row reads nothing
@@ -160,25 +144,18 @@ def check_spans(start: Any, end: Any, kv_len: int) -> tuple[IntArray, IntArray]:
     if starts.size and (int(starts.min()) < 0 or int(ends.max()) > kv_len or bool((starts > ends).any())):
         wrong = (starts < 0) | (ends > kv_len) | (starts > ends)
         b, j, i = (int(index[0]) for index in np.nonzero(wrong))
-        raise ValueError(
-            f"spans must satisfy 0 <= start <= end <= kv_len = {kv_len}, but span {j} of row {i} (batch row {b}) "
-            f"is [{starts[b, j, i]}, {ends[b, j, i]})"
-        )
+        span = f"[{starts[b, j, i]}, {ends[b, j, i]})"
+        raise ValueError(f"spans must lie in [0, kv_len = {kv_len}], but span {j} of row {i} (batch row {b}) is {span}")
     return starts, ends
 
 
 def check_runs(runs: object, length: int, name: str) -> Int64:
     """Token runs as int64 ``[n, 2]``; ``ValueError`` unless ascending, disjoint, and inside ``[0, length)``."""
-    array = np.asarray(runs)
-    if array.size == 0:
-        return np.zeros((0, 2), np.int64)
-    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers [num_runs, 2], got {array.dtype} of shape {list(array.shape)}")
-    array = array.astype(np.int64)
+    given = int_array(runs, name)
+    array: Int64 = (given if given.size else given.reshape(0, 2)).astype(np.int64)
+    check_shape(array, name, "num_runs", 2)
     before = np.append(0, array[:-1, 1])
     for at in np.flatnonzero((array[:, 0] < before) | (array[:, 1] < array[:, 0]) | (array[:, 1] > length))[:1]:
-        raise ValueError(
-            f"{name} must be ascending, disjoint runs [start, stop) inside [0, {length}), but run {at} is "
-            f"{array[at].tolist()}" + (f" after {array[at - 1].tolist()}" if at else "")
-        )
+        after = f" after {array[at - 1].tolist()}" if at else ""
+        raise ValueError(f"{name} must be ascending runs in [0, {length}), but run {at} is {array[at].tolist()}{after}")
     return array

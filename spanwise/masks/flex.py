@@ -6,7 +6,6 @@ The only module of this folder that needs torch; `SpanMask`'s methods import it 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
 
@@ -51,8 +50,7 @@ def span_mask_mod(mask: SpanArrays, device: torch.device | str) -> MaskMod:
 def to_block_mask(mask: SpanArrays, device: torch.device | str, block_size: int) -> BlockMask:
     """A ``BlockMask`` with one head and its transposed lists, without evaluating a cell."""
     tables = block_tables(mask, block_size)
-    names = (field.name for field in dataclasses.fields(tables))
-    lists: dict[str, Any] = {name: torch.from_numpy(getattr(tables, name)).to(device) for name in names}
+    lists: dict[str, Any] = {name: torch.from_numpy(table).to(device) for name, table in tables.items()}
     # Not BlockMask.from_kv_blocks: it recomputes the transposed lists from a dense table.
     return BlockMask(
         seq_lengths=(mask.q_len, mask.kv_len),
@@ -107,8 +105,6 @@ def _spans_of_tiles(
 
 def _check_mask_mod(mask_mod: Any, device: Any) -> None:
     """Refuses a mask_mod that vmap cannot evaluate, and one that depends on the head: a span mask has no heads."""
-    if not callable(mask_mod):
-        raise ValueError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {type(mask_mod).__name__}")
 
     def probe(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         out = mask_mod(b, h, q_idx, kv_idx)
@@ -121,10 +117,7 @@ def _check_mask_mod(mask_mod: Any, device: Any) -> None:
             # Map over the head alone. A result that does not depend on it stays unmapped, as out_dims=None requires.
             torch.vmap(lambda head: mask_mod(cell, head, cell, cell), out_dims=None)(heads)
         except ValueError as error:
-            raise ValueError(
-                "mask_mod depends on the head index; a SpanMask is one mask for all heads. Give one mask_mod for each "
-                "group of heads that share a mask, and convert each to a mask"
-            ) from error
+            raise ValueError("mask_mod depends on the head index; a SpanMask is one mask for all heads") from error
         return out
 
     try:
@@ -157,14 +150,12 @@ def from_mask_mod(
     q_len, kv_len = lengths = check_length(q_length, "q_len"), check_length(kv_length, "kv_len")
     max_spans, batch_size = check_positive(most_spans, "max_spans"), check_positive(batch, "batch_size")
     rows, corner, found = np.arange(batch_size), np.zeros(batch_size, np.int64), []
-    for row, start, end in _spans_of_tiles(
-        mask_mod, rows, corner, corner, lengths, lengths, device
-    ):  # a tile a batch row
+    # A tile for each batch row.
+    for row, start, end in _spans_of_tiles(mask_mod, rows, corner, corner, lengths, lengths, device):
         of, most = np.unique(row, return_counts=True)
         for at in np.flatnonzero(most > max_spans)[:1]:
             raise ValueError(
-                f"row {of[at] % q_len} of mask_mod needs {most[at]} spans of keys, more than max_spans = {max_spans}; "
-                f"raise max_spans if the mask really has that many gaps in a row (time and memory grow with it)"
+                f"row {of[at] % q_len} of mask_mod needs {most[at]} spans of keys, more than max_spans = {max_spans}"
             )
         found.append((row, start, end))
     return _canonical(found, batch_size, q_len, kv_len)
@@ -198,37 +189,27 @@ def _tiles(block_mask: BlockMask) -> tuple[Bool, Bool]:
     """Partial and full tiles, bool ``[B, num_q_blocks, num_kv_blocks]`` each; refuses heads that differ."""
     (q_len, kv_len), (q_size, kv_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     q_blocks, kv_blocks = num_blocks(q_len, q_size), num_blocks(kv_len, kv_size)
-    listed = []
-    for name, count, index in (
-        ("kv_indices", block_mask.kv_num_blocks, block_mask.kv_indices),
-        ("full_kv_indices", block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-    ):
+    times = np.zeros((2, *block_mask.kv_indices.shape[:-1], kv_blocks), np.int8)
+    for table, kind in zip(times, ("kv", "full_kv"), strict=True):
+        count, index = (getattr(block_mask, f"{kind}_{name}") for name in ("num_blocks", "indices"))
         if count is None or index is None:
             continue
-        count_BHQ, index_BHQN = count.detach().cpu().numpy(), index.detach().cpu().numpy()
-        while index_BHQN.ndim < 4:
-            count_BHQ, index_BHQN = count_BHQ[None], index_BHQN[None]
-        at = np.nonzero(np.arange(index_BHQN.shape[3]) < count_BHQ[..., None])
-        block = index_BHQN[at]
-        if index_BHQN.shape[2] != q_blocks or block.min(initial=0) < 0 or block.max(initial=0) >= max(kv_blocks, 1):
+        listed = index.detach().cpu().numpy()
+        at = np.nonzero(np.arange(listed.shape[-1]) < count.detach().cpu().numpy()[..., None])
+        block = listed[at]
+        if listed.shape[-2] != q_blocks or block.min(initial=0) < 0 or block.max(initial=0) >= max(kv_blocks, 1):
             raise ValueError(
-                f"{name} of the BlockMask must list key blocks of [0, {kv_blocks}) for {q_blocks} query blocks, which "
-                f"seq_lengths {(q_len, kv_len)} and BLOCK_SIZE {(q_size, kv_size)} make; got {index_BHQN.shape[2]} "
-                f"query blocks, key blocks {block.min(initial=0)} to {block.max(initial=0)}"
+                f"the BlockMask must list key blocks of [0, {kv_blocks}) for {q_blocks} query blocks, got "
+                f"{listed.shape[-2]} query blocks, key blocks {block.min(initial=0)} to {block.max(initial=0)}"
             )
-        times = np.zeros((*index_BHQN.shape[:3], kv_blocks), np.int8)
-        np.add.at(times, (*at[:3], block), 1)
-        listed.append(times)
-    partial, full = listed[0], listed[1] if len(listed) == 2 else np.zeros_like(listed[0])
-    for b, h, i, j in np.argwhere(partial + full > 1)[:1].tolist():
+        np.add.at(table, (*at[:-1], block), 1)
+    while times.ndim < 5:  # without dims of batch or heads
+        times = times[:, None]
+    for b, h, i, j in np.argwhere(times.sum(axis=0) > 1)[:1].tolist():
+        raise ValueError(f"the BlockMask lists key block {j} of query block {i} (row {b}, head {h}) more than once")
+    for part, b, h, i, j in np.argwhere(times != times[:, :, :1])[:1].tolist():
         raise ValueError(
-            f"the BlockMask lists key block {j} of query block {i} (batch row {b}, head {h}) more than once; list each "
-            f"block once, as partial or as full"
+            f"a SpanMask is one mask for all heads, but in the BlockMask head {h} differs from head 0 in "
+            f"{('partial', 'full')[part]} block {(i, j)} of batch row {b}; convert each group of equal heads separately"
         )
-    for name, table in (("partial", partial), ("full", full)):
-        for b, h, i, j in np.argwhere(table != table[:, :1])[:1].tolist():
-            raise ValueError(
-                f"a SpanMask is one mask for all heads, but in the BlockMask (H = {table.shape[1]}) head {h} differs "
-                f"from head 0 in {name} block {(i, j)} of batch row {b}; convert each group of equal heads separately"
-            )
-    return partial[:, 0] > 0, full[:, 0] > 0
+    return times[0, :, 0] > 0, times[1, :, 0] > 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import offsets, spans, trees
+from spanwise.masks import checks, spans, trees
 from spanwise.masks.arrays import Int32
 from spanwise.masks.checks import check_length, check_lengths, check_offsets, check_positive, check_window
-from spanwise.masks.span_arrays import SpanArrays
+from spanwise.masks.span_arrays import SpanArrays, common
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,8 +130,9 @@ class NamedMasks(SpanArrays):
         >>> SpanMask.from_position_ids([[0, 1, 0, 1, 2]]) == SpanMask.documents([0, 2, 5])
         True
         """
-        rows = offsets.of_positions(position_ids)
-        return cls._stacked([cls.documents(cu, causal=causal, window=window, chunk=chunk) for cu in rows])
+        rows = _batch_rows(position_ids, "position_ids")
+        starts = [[0, *(np.flatnonzero(np.diff(row) != 1) + 1), len(row)] for row in rows]
+        return cls._stacked([cls.documents(cu, causal=causal, window=window, chunk=chunk) for cu in starts])
 
     @classmethod
     def from_attention_mask(
@@ -161,13 +161,18 @@ class NamedMasks(SpanArrays):
         array([[0, 1, 2, 3],
                [1, 2, 0, 0]])
         """
-        first, stop, length = offsets.valid_runs(attention_mask)
         rows = []
-        for low, high in zip(first.tolist(), stop.tolist(), strict=True):
-            documents = cls.documents(np.unique([0, low, high, length]), causal=causal, window=window, chunk=chunk)
-            row = np.arange(length)
-            hidden = (row < low) | (row >= high)
-            start, end = (np.where(hidden, np.int32(0), x) for x in (documents.start, documents.end))
+        for number, valid in enumerate(_batch_rows(attention_mask, "attention_mask")):
+            held = np.flatnonzero(valid)
+            if not np.isin(valid, (0, 1)).all() or (len(held) and held[-1] - held[0] >= len(held)):
+                raise ValueError(
+                    f"attention_mask must be 1 for tokens and 0 for padding on the left or right, but row {number} has "
+                    f"padding between tokens, or {valid.max()}; for documents give cu_seqlens or position_ids"
+                )
+            low, high = (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
+            edges = np.unique([0, low, high, len(valid)])
+            documents = cls.documents(edges, causal=causal, window=window, chunk=chunk)
+            start, end = (np.where(valid == 1, x, np.int32(0)) for x in (documents.start, documents.end))
             rows.append(cls._trusted(start, end, cu_seqlens=documents.cu_seqlens))
         return cls._stacked(rows)
 
@@ -215,7 +220,6 @@ class NamedMasks(SpanArrays):
         lengths: Any,
         *,
         window: SupportsIndex | None = None,
-        max_spans: SupportsIndex = 64,
     ) -> Self:
         """A tree of token runs, or several: each node reads its ancestors and, causally, itself.
 
@@ -227,19 +231,18 @@ class NamedMasks(SpanArrays):
                 empty.
             window: read only so many tokens before the row on its path, and the row itself, as the `left` of
                 :meth:`sliding_window`; transformers' ``sliding_window=n`` is ``window=n - 1``. None for no limit.
-            max_spans: the most spans that a row may need: one, and one more for each ancestor on its path that the next
-                one does not follow in storage. Depth-first order needs few; all kernels take any number, but the mask
-                takes 8 bytes a token and span. A window may leave fewer.
+
+        A row needs one span, and one more for each ancestor on its path that the next one does not follow in storage;
+        depth-first order needs few. The mask takes 8 bytes a token and span of the fullest row.
 
         Raises:
-            ValueError: shapes that differ, negative lengths, a parent that does not exist or comes after its child, a
-                circle, a row that needs more spans.
+            ValueError: shapes that differ, negative lengths, a parent that does not exist or comes after its child.
 
         >>> from spanwise import SpanMask
         >>> SpanMask.tree([-1, 0, 1, 0], lengths=[2, 1, 2, 1]).area()  # the last node reads the first
         array([[1, 2, 3, 4, 5, 3]])
         """
-        return cls._trusted(*trees.spans(parents, lengths, window, max_spans))
+        return cls._trusted(*trees.spans(parents, lengths, window))
 
     @classmethod
     def block_causal(
@@ -262,16 +265,14 @@ class NamedMasks(SpanArrays):
         array([[2, 2, 4, 4, 4, 4]])
         """
         length, size = check_length(seq_len, "seq_len"), check_positive(block_len, "block_len")
-        previous, shared = (operator.index(x) if x is not None else None for x in (num_previous, global_tokens))
-        if previous is not None and previous < 0:
+        previous = length if num_previous is None else min(checks.check_index(num_previous, "num_previous"), length)
+        shared = checks.check_below(global_tokens, length + 1, "global_tokens")
+        if previous < 0:
             raise ValueError(f"num_previous must be at least 0, or None for all earlier blocks, got {previous}")
-        if shared is None or not 0 <= shared <= length:
-            raise ValueError(f"global_tokens must be between 0 and seq_len = {length}, got {shared}")
         width = np.int32(min(size, max(length, 1)))
         block = np.arange(length, dtype=np.int32) // width
-        start, end = np.zeros(length, np.int32), np.minimum((block + np.int32(1)) * width, np.int32(length))
-        if previous is not None:
-            start = np.maximum(block - np.int32(min(previous, length)), np.int32(0)) * width
+        end = np.minimum((block + np.int32(1)) * width, np.int32(length))
+        start = np.maximum(block - np.int32(previous), np.int32(0)) * width
         own = start[None, None], end[None, None]
         if not shared:
             return cls._trusted(*own)
@@ -315,14 +316,33 @@ class NamedMasks(SpanArrays):
         array([[1, 2, 3],
                [3, 3, 3]])
         """
-        cu_seqlens = offsets.stacked([(mask.cu_seqlens, mask.batch_size) for mask in masks])
-        return cls._trusted(*spans.stack([(mask.start, mask.end, mask.kv_len) for mask in masks]), cu_seqlens)
+        shapes = {(mask.q_len, mask.kv_len) for mask in masks}
+        if len(shapes) != 1:
+            raise ValueError(f"masks to stack must agree in (q_len, kv_len), got {sorted(shapes)}")
+        ((q_len, kv_len),), most = shapes, max(mask.num_spans for mask in masks)
+        arrays, b = np.zeros((2, sum(mask.batch_size for mask in masks), most, q_len), np.int32), 0
+        for mask in masks:
+            arrays[:, b : b + mask.batch_size, : mask.num_spans] = mask.start, mask.end
+            b += mask.batch_size
+        every = [(mask.cu_seqlens, mask.batch_size) for mask in masks]
+        found = [cu[row % len(cu)] for cu, batch in every if cu is not None for row in range(batch)]
+        cu_seqlens = None if any(cu is None for cu, _ in every) else tuple(found)
+        return cls._trusted(arrays[0], arrays[1], kv_len, cu_seqlens)
 
     @classmethod
     def _stacked(cls, rows: Sequence[Self]) -> Self:
         """One mask of these rows; of batch size 1 where all are alike."""
-        alike = all(row == rows[0] for row in rows) and offsets.common([row.cu_seqlens for row in rows]) is not None
+        alike = all(row == rows[0] for row in rows) and common([row.cu_seqlens for row in rows]) is not None
         return rows[0] if alike else cls.stack(rows)
+
+
+def _batch_rows(values: Any, name: str) -> np.ndarray:
+    """``[batch, tokens]`` of integers or booleans ``[tokens]`` or ``[batch, tokens]``."""
+    array = np.asarray(values)
+    array = array.astype(np.int64) if array.dtype == np.bool_ else checks.int_array(values, name)
+    if array.ndim not in (1, 2) or 0 in array.shape:
+        raise ValueError(f"{name} must be [tokens] or [batch, tokens], not empty, got shape {list(array.shape)}")
+    return np.atleast_2d(array)
 
 
 def _window(seq_len: int, left: np.int32, right: np.int32) -> tuple[Int32, Int32]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from spanwise.masks import spans
 from spanwise.masks.arrays import Int32, Int64
-from spanwise.masks.checks import check_length, check_positive, int_array
+from spanwise.masks.checks import check_length, check_positive, check_shape, int_array
 
 
 def from_slices(
@@ -24,11 +24,9 @@ def from_slices(
 ) -> tuple[Int32, Int32, int]:
     """Canonical ``start, end`` ``[1, num_spans, q_len]`` and kv_len; see `SpanMask.from_slices`."""
     kind = int_array(types, "types").astype(np.int64)
-    if kind.ndim != 1:
-        raise ValueError(f"types must be integers [num_slices], got shape {list(kind.shape)}")
+    check_shape(kind, "types", "num_slices")
     for at in np.flatnonzero((kind < 0) | (kind > 3))[:1]:
-        names = "0 full, 1 causal, 2 inverse causal, 3 bi-causal"
-        raise ValueError(f"types must be {names}, but types[{at}] = {kind[at]}")
+        raise ValueError(f"types must be from 0 to 3, but types[{at}] = {kind[at]}")
     q, rows = _ranges(q_ranges, "q", q_len, None)
     k, keys = _ranges(k_ranges, "k", kv_len, rows)
     if not len(q) == len(k) == len(kind):
@@ -57,24 +55,17 @@ def from_slices(
 
 def _ranges(ranges: Any, side: str, given: SupportsIndex | None, default: int | None) -> tuple[Int64, int]:
     """Checked ranges, int64 ``[num_slices, 2]``, and the length of their side; by default it ends with them."""
-    name, length_name = f"{side}_ranges", "q_len" if side == "q" else "kv_len"
+    name, length_name = f"{side}_ranges", f"{'q' if side == 'q' else 'kv'}_len"
     array = int_array(ranges, name).astype(np.int64)
     array = array.reshape(0, 2) if array.size == 0 else array
-    if array.ndim != 2 or array.shape[1] != 2:
-        raise ValueError(f"{name} must be integers [num_slices, 2], got shape {list(array.shape)}")
-    for at in np.flatnonzero((array[:, 0] < 0) | (array[:, 0] > array[:, 1]))[:1]:
-        raise ValueError(
-            f"{name} must be [start, stop) with 0 <= start <= stop, but {name}[{at}] = {array[at].tolist()}"
-        )
+    check_shape(array, name, "num_slices", 2)
     if given is None:
         given = int(array[:, 1].max(initial=0)) if default is None else default
-        default_name = " (by default q_len)"
-    else:
-        default_name = ""
     length = check_length(given, length_name)
-    for at in np.flatnonzero(array[:, 1] > length)[:1]:
+    wrong = (array[:, 0] < 0) | (array[:, 0] > array[:, 1]) | (array[:, 1] > length)
+    for at in np.flatnonzero(wrong)[:1]:
         raise ValueError(
-            f"{name}[{at}] = {array[at].tolist()} ends after {length_name}={length}{default_name}; pass the right "
-            f"{length_name}"
+            f"{name} must be [start, stop) with 0 <= start <= stop <= {length_name} = {length}, but {name}[{at}] = "
+            f"{array[at].tolist()}"
         )
     return array, length

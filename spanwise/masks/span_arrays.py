@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -138,10 +139,7 @@ class SpanArrays:
 
     def __bool__(self) -> NoReturn:
         """Raises ``ValueError``: ``and``, ``or`` and ``not`` would silently drop a mask."""
-        raise ValueError(
-            "a SpanMask has no truth value: join masks with `a & b` or `a | b` instead of `and` or `or`, test for a "
-            "missing mask with `mask is None`, and for one that reads nothing with `not mask.area().any()`"
-        )
+        raise ValueError("a SpanMask has no truth value: join masks with `a & b` or `a | b`, or test `mask is None`")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # 1M tokens of documents are about 20 kB of even runs, 8 MB of spans.
@@ -160,3 +158,13 @@ class SpanArrays:
         slots = "1 span" if self.num_spans == 1 else f"{self.num_spans} spans"
         name = type(self).__name__
         return f"{name}({batch}{self.q_len} queries x {self.kv_len} keys, up to {slots} a row, {filled})"
+
+
+def common(several: Sequence[tuple[Int64, ...] | None]) -> tuple[Int64, ...] | None:
+    """The offsets of masks that are used together: those that all have, else None."""
+    known = [one for one in several if one is not None]
+    if not known or len(known) < len(several):
+        return None
+    most = max(known, key=len)
+    alike = all(np.array_equal(one[row % len(one)], cu) for one in known for row, cu in enumerate(most))
+    return most if alike else None

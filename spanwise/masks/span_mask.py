@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 
 from spanwise.masks import blocks, slices, spans
-from spanwise.masks.arrays import Int8, Int32, Int64
+from spanwise.masks.arrays import Int32, Int64
 from spanwise.masks.checks import check_length, check_positive, check_row, check_runs, check_spans
 from spanwise.masks.named import NamedMasks
-from spanwise.masks.offsets import common
+from spanwise.masks.span_arrays import common
 
 if TYPE_CHECKING:
     import torch
@@ -182,16 +182,6 @@ class SpanMask(NamedMasks):
         """
         return blocks.block_counts(self, check_positive(block_size, "block_size"))
 
-    def block_table(self, block_size: SupportsIndex = 128) -> Int8:
-        """0 empty, 1 partial, 2 full for each pair of blocks, int8 ``[batch, num_q_blocks, num_kv_blocks]``; exact.
-
-        A short last block is full if its rows read all of its existing keys.
-
-        >>> SpanMask.causal(8).block_table(block_size=4).tolist()
-        [[[1, 0], [2, 1]]]
-        """
-        return blocks.block_table(self, check_positive(block_size, "block_size"))
-
     def row(self, b: SupportsIndex) -> SpanMask:
         """The mask of batch row ``b``, as an unbatched mask; a mask of batch size 1 serves every row.
 
@@ -220,7 +210,8 @@ class SpanMask(NamedMasks):
         array([[3, 4]])
         """
         rows, keys = check_runs(q_runs, self.q_len, "q_runs"), check_runs(kv_runs, self.kv_len, "kv_runs")
-        start, end = spans.take_runs(self.start, rows), spans.take_runs(self.end, rows)
+        slices = [slice(0, 0), *(slice(*run) for run in rows.tolist())]
+        start, end = (np.concatenate([x[..., each] for each in slices], axis=-1) for x in (self.start, self.end))
         kv_len = int((keys[:, 1] - keys[:, 0]).sum())
         if kv_len < self.kv_len:
             start, end = spans.positions_in_runs(start, keys), spans.positions_in_runs(end, keys)

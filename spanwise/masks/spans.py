@@ -8,7 +8,7 @@ masks are equal exactly when their canonical arrays are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -63,9 +63,8 @@ def gather_spans(
         for n in np.flatnonzero(s < before)[:1] if not allow_overlap else ():
             b, i = divmod(int(at[n]), q_len)
             raise ValueError(
-                f"the spans of a row must ascend and not overlap, but in row {i}"
-                f"{'' if batch == 1 else f' of batch row {b}'} span {j} is [{s[n]}, {e[n]}) after a span that ends at "
-                f"{before[n]}; sort and merge the spans of each row, or join masks with `|`"
+                f"the spans of a row must ascend and not overlap, but in row {i} of batch row {b} span {j} is [{s[n]}, "
+                f"{e[n]}) after a span that ends at {before[n]}; join masks with `|`"
             )
         fresh = s > before
         slot_of[at] += fresh
@@ -137,40 +136,13 @@ def unite(a: tuple[Int32, Int32], b: tuple[Int32, Int32]) -> tuple[Int32, Int32]
     # A span as one integer sorts by start, then end; empty spans last.
     masks = (np.where(start < end, (start.astype(np.int64) << 32) | end, _NO_SPAN) for start, end in (a, b))
     packed = np.concatenate([np.broadcast_to(m, (batch, *m.shape[1:])) for m in masks], axis=1)
-    if packed.shape[1] == 2:
-        packed = np.stack([packed.min(axis=1), packed.max(axis=1)], axis=1)
-    else:
-        packed.sort(axis=1)
+    packed.sort(axis=1)
     packed[packed == _NO_SPAN] = 0
     slots = ((span >> 32, span & 0xFFFFFFFF) for span in packed.swapaxes(0, 1))
     return gather_spans(slots, packed.shape[1], batch, q_len, allow_overlap=True)
 
 
-def stack(masks: Sequence[tuple[Int32, Int32, int]]) -> tuple[Int32, Int32, int]:
-    """The batch rows of masks ``(start, end, kv_len)`` of equal lengths, one after the other."""
-    if len(masks) == 0:
-        raise ValueError("stack needs at least one mask, got none")
-    shapes = {(start.shape[2], kv_len) for start, _, kv_len in masks}
-    if len(shapes) > 1:
-        raise ValueError(f"masks to stack must agree in (q_len, kv_len), got {sorted(shapes)}")
-    q_len, kv_len = shapes.pop()
-    batch, num_spans = sum(len(start) for start, _, _ in masks), max(start.shape[1] for start, _, _ in masks)
-    arrays = np.zeros((2, batch, num_spans, q_len), np.int32)
-    b = 0
-    for start, end, _ in masks:
-        arrays[0, b : b + len(start), : start.shape[1]] = start
-        arrays[1, b : b + len(start), : start.shape[1]] = end
-        b += len(start)
-    return arrays[0], arrays[1], kv_len
-
-
 # ---------------------------------------------------------------- runs
-
-
-def take_runs(array: Int32, runs: Int64) -> Int32:
-    """The positions of ``runs`` in the last dim, concatenated: a new C-contiguous array."""
-    slices = [array[..., start:stop] for start, stop in runs.tolist()]
-    return np.concatenate(slices, axis=-1) if slices else array[..., :0].copy()
 
 
 def positions_in_runs(positions: Int32, runs: Int64) -> Int32:
@@ -182,17 +154,3 @@ def positions_in_runs(positions: Int32, runs: Int64) -> Int32:
     at = np.searchsorted(starts, positions, side="right") - 1
     local = before[at] + np.minimum(positions - starts[at], lengths[at])
     return np.where(at < 0, np.int32(0), local)
-
-
-def merge_runs(start: IntArray, end: IntArray) -> Int64:
-    """Union of non-empty intervals as ascending, disjoint, non-touching runs, int64 ``[n, 2]``."""
-    if len(start) == 0:
-        return np.zeros((0, 2), np.int64)
-    start, end = start.astype(np.int64), end.astype(np.int64)
-    if bool((start[1:] < start[:-1]).any()):
-        order = np.argsort(start, kind="stable")
-        start, end = start[order], end[order]
-    reach = np.maximum.accumulate(end)
-    first = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
-    last = np.append(first[1:], len(start)) - 1
-    return np.stack([start[first], reach[last]], axis=1)

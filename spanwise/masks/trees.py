@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 
 from spanwise.masks.arrays import Int32, Int64
-from spanwise.masks.checks import check_length, check_lengths, check_positive, int_array
+from spanwise.masks.checks import check_length, check_lengths, int_array
 from spanwise.masks.even_runs import EvenRuns, span_arrays
 from spanwise.masks.spans import canonicalise
 
@@ -77,20 +77,12 @@ def chains(parents: Int64, lengths: Int64) -> Chains:
     return Chains(start, stop, above, chain, start[opens], link, depth)
 
 
-def spans(parents: Any, lengths: Any, window: SupportsIndex | None, max_spans: SupportsIndex) -> tuple[Int32, Int32]:
+def spans(parents: Any, lengths: Any, window: SupportsIndex | None) -> tuple[Int32, Int32]:
     """Canonical ``start, end`` ``[1, num_spans, tokens]``; see `SpanMask.tree`."""
-    nodes, limit = checked(parents, lengths), check_positive(max_spans, "max_spans")
-    of = chains(*nodes)
-    total, slots = int(nodes[1].sum()), int(of.depth.max(initial=0)) + 1
-    if slots > limit:
-        deep = int(np.argmax(of.depth[of.chain] + 1 > limit))
-        raise ValueError(
-            f"tokens {of.start[deep]} to {of.stop[deep] - 1} need {of.depth[of.chain[deep]] + 1} spans, more than "
-            f"max_spans={limit}: let the child with the deepest subtree follow its parent (tree_from_sequences does), "
-            f"or pass max_spans={slots}, which takes {8 * slots * total:,} bytes"
-        )
+    nodes = checked(parents, lengths)
+    of, total = chains(*nodes), int(nodes[1].sum())
     found, at = [], np.arange(len(of.start))  # of each node and level the last node on its path in a chain so deep
-    for level in reversed(range(slots)):
+    for level in reversed(range(int(of.depth.max(initial=0)) + 1)):
         at = np.where(of.depth[of.chain[at]] > level, of.link[of.chain[at]], at)
         node = np.flatnonzero(of.depth[of.chain[at]] == level)
         start, own = of.start[node], (at[node] == node).astype(np.int64)

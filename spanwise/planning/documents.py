@@ -57,7 +57,7 @@ def check_tree(plan: PlanData, tree: TokenTree) -> None:
     if plan.packing is not None or plan.kv_layout != plan.layout:
         raise ValueError("a tree lies in storage without gaps; a plan with a packing, or of cross attention, has none")
     check_tree_length(plan.seq_len, tree)
-    whole = tree.mask(max_spans=plan.seq_len)
+    whole = tree.mask()
     for name, mask in plan.masks.items():
         if mask == whole:
             continue

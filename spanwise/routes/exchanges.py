@@ -14,7 +14,7 @@ import numpy as np
 
 from spanwise.layouts.runs import subtract_runs
 from spanwise.masks.arrays import Int64
-from spanwise.masks.spans import merge_runs
+from spanwise.masks.even_runs import merge_runs
 from spanwise.routes import relays
 from spanwise.routes.route import EVERYONE, OWN, RECEIVER, ROW, SENDER, START, STOP, Route, RouteProblem, Step, Tables
 

@@ -166,7 +166,7 @@ def test_a_mask_mod_that_depends_on_the_head_is_refused(mask_mod):
 @pytest.mark.parametrize(
     ("count", "index", "lengths", "message"),
     [
-        ([[[1], [2]]], [[[[0, 1]], [[0, 1]]]], (4, 8), r"H = 2.* head 1 differs .* in partial block \(0, 1\)"),
+        ([[[1], [2]]], [[[[0, 1]], [[0, 1]]]], (4, 8), r"head 1 differs .* in partial block \(0, 1\)"),
         ([[[2]]], [[[[1, 1]]]], (4, 8), "key block 1 of query block 0 .* more than once"),
         ([[[2]]], [[[[1, 1]]]], (4, 4), r"key blocks of \[0, 1\) .* key blocks 0 to 1"),
     ],
@@ -208,7 +208,7 @@ def test_rows_with_too_many_spans_are_refused():
 @pytest.mark.parametrize(
     ("mask_mod", "text"),
     [
-        ("causal", "must be a function .*, got str"),
+        ("causal", "cannot be evaluated"),
         (lambda b, h, q_idx, kv_idx: q_idx - kv_idx, "must return one boolean for one cell, got torch.int64"),
         (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx + torch.zeros(3), r"torch.bool of shape \[3\]"),
         (lambda q_idx, kv_idx: q_idx >= kv_idx, "cannot be evaluated"),

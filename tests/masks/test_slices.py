@@ -108,14 +108,14 @@ def test_spans_are_limited_exactly():
     [
         (
             ([[0, 4]], [[0, 4]], [4]),
-            r"must be 0 full, 1 causal, 2 inverse causal, 3 bi-causal, but types\[0\] = 4",
+            r"types\[0\] = 4",
         ),
-        (([[0, 4]], [[0, 4]], [[1]]), r"types must be integers \[num_slices\]"),
+        (([[0, 4]], [[0, 4]], [[1]]), r"types must be \[num_slices\]"),
         (([[0, 4]], [[0, 4]], [1, 0]), "got 1, 1 and 2"),
-        (([[3, 2]], [[0, 4]], [1]), r"0 <= start <= stop, but q_ranges\[0\] = \[3, 2\]"),
-        (([[0, 4]], [[-1, 4]], [1]), r"0 <= start <= stop, but k_ranges\[0\] = \[-1, 4\]"),
-        (([0, 4], [[0, 4]], [1]), r"q_ranges must be integers \[num_slices, 2\]"),
-        (([[0, 4]], [[0, 5]], [1]), r"k_ranges\[0\] = \[0, 5\] ends after kv_len=4 \(by default q_len\); pass"),
+        (([[3, 2]], [[0, 4]], [1]), r"q_ranges\[0\] = \[3, 2\]"),
+        (([[0, 4]], [[-1, 4]], [1]), r"k_ranges\[0\] = \[-1, 4\]"),
+        (([0, 4], [[0, 4]], [1]), r"q_ranges must be \[num_slices, 2\]"),
+        (([[0, 4]], [[0, 5]], [1]), r"kv_len = 4, but k_ranges\[0\] = \[0, 5\]"),
         (([[0, 2**31]], [[0, 4]], [1]), "q_len must be between 0 and"),
     ],
 )

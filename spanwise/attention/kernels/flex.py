@@ -60,7 +60,7 @@ class FlexTables:
         """The blocks of a mask on ``device``, marked for torch.compile as varying in the number of key blocks."""
         blocks, made = block_tables(mask, BLOCK_SIZE), {}
         for name in (field.name for field in dataclasses.fields(cls)):
-            made[name] = torch.tensor(getattr(blocks, name), dtype=torch.int32).to(device)
+            made[name] = torch.tensor(blocks[name], dtype=torch.int32).to(device)
             if "kv_num" not in name:
                 _torch.mark_dynamic(made[name], 3 if "kv" in name else 2)
         return cls(**made)
