@@ -1,7 +1,7 @@
 """Whole training steps, each traced as one graph: forward, backward and an optimizer that writes its inputs.
 
-Parallel by DTensor parametrizations (SimpleFSDP), by all-reduces of gradients, by tensor parallelism, by hand-written
-gathers. Every function takes the mesh and returns the graph and its arguments, which differ from rank to rank.
+Parallel by DTensor parametrizations (SimpleFSDP), by tensor parallelism, by hand-written gathers. Every function takes
+the mesh and returns the graph and its arguments, which differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.func import functional_call, functionalize
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, stateless
@@ -143,47 +143,6 @@ def tensor_parallel(mesh: DeviceMesh) -> Traced:
     return of_dtensors(Whole(), mesh, rank_data(mesh, 2, 8, 16))
 
 
-def replicated(
-    model: nn.Module, mesh: DeviceMesh, make: Callable[..., torch.optim.Optimizer], x: torch.Tensor
-) -> Traced:
-    """Gradients are all-reduced, buffers written; an optimizer of torch, which marks its step for the profiler."""
-    optimizer = make(model.parameters())
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()  # makes its state
-
-    def step(params: dict[str, Any], buffers: dict[str, Any], state: Any, x: torch.Tensor) -> Any:
-        with torch.optim.swap_in_optimizer_params_and_state(optimizer, params, state):
-            loss = functional_call(model, {**params, **buffers}, (x,)).square().mean()
-            for p, grad in zip(
-                params.values(), summed(torch.autograd.grad(loss, list(params.values())), mesh), strict=True
-            ):
-                p.grad = grad
-            optimizer.step()
-            for p in params.values():
-                p.grad = None
-        return loss.detach(), params, state
-
-    return trace(step, dict(model.named_parameters()), dict(model.named_buffers()), optimizer.state_dict(), x)
-
-
-def conv_net(mesh: DeviceMesh) -> Traced:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
-    )  # fmt: skip
-    return replicated(model, mesh, lambda ps: torch.optim.AdamW(ps, fused=True), rank_data(mesh, 4, 3, 8, 8))
-
-
-def mlp_foreach(mesh: DeviceMesh) -> Traced:
-    """Dropout draws random numbers."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 32), nn.Linear(32, 16))
-    return replicated(model, mesh, lambda ps: torch.optim.AdamW(ps, foreach=True), rank_data(mesh, 8, 16))
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -239,37 +198,10 @@ def updates_travel(mesh: DeviceMesh) -> Traced:
     return trace(step, params, means, rank_data(mesh, 8, 16), mode="real")
 
 
-def hugging_face(mesh: DeviceMesh, kind: str) -> Traced:
-    """A tiny language model of transformers; AdamW."""
-    import transformers
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 64}
-    if kind == "Qwen3Moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    model = getattr(transformers, f"{kind}For{'MaskedLM' if kind == 'Bert' else 'CausalLM'}")(config).train()
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            with _torch.compiling():  # masks are made without looking at their contents
-                return self.model(input_ids=ids, use_cache=False).logits if kind != "Bert" else model(ids).logits
-
-    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(mesh.get_local_rank()))
-    return replicated(Logits(), mesh, lambda ps: torch.optim.AdamW(ps, foreach=True), ids)
-
-
 STEPS: dict[str, Callable[[DeviceMesh], Traced]] = {
     "simple_fsdp": simple_fsdp,
     "functionalized": functionalized,
     "tensor_parallel": tensor_parallel,
-    "conv_net": conv_net,
-    "mlp_foreach": mlp_foreach,
     "two_steps": two_steps,
     "updates_travel": updates_travel,
 }

@@ -7,6 +7,7 @@ before anything was compared, the others raise when the timeout of their group i
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -22,12 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import spanwise
 from spanwise import _torch
 from spanwise.attention import call_log, compare, executor, failure
-from spanwise.attention.compare import mesh_ranks
 from tests.limits import HANG
 from tests.ranks.calls import mismatch
 from tests.ranks.faulty import CALLS, TOKENS, Options, attention, plan_of, play
 from tests.ranks.gloo import GlooPool, hear, tell
 
+TWO: dict[str, Any] = {"mesh_shape": (2,)}
+AXES: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("dp", "cp")}
+REFUSED = [name for name in CALLS if name not in ("rank_plan", "unshard_edges", "gated_delta")]
 SLOW, COMPILED = pytest.mark.slow, pytest.mark.compiles
 EXCHANGES = ("needed", "all_gather", "ring", "ulysses", "hierarchical")
 LEVELS: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("outer", "inner")}
@@ -236,27 +239,21 @@ def test_steps_that_differ(gloo_pool: GlooPool, name: str) -> None:
         assert bool(text) == bool(step.texts), text
 
 
-def counts(rank: int, mesh: DeviceMesh) -> list[str]:
-    """Counts in tensors of the host; and of ranks on two axes, where the loss is the mean over all of them."""
+# ---------------------------------------------------------------- other faults: what each rank does and says
+
+
+def counts(rank: int, mesh: DeviceMesh) -> str:
+    """Counts of a loss that is the mean over two axes, also in tensors of the host."""
     both, said = mesh["dp", "cp"], []
     for count, own in ((12, 3 + rank // 3), (torch.tensor(6), torch.tensor(6 - 3 * (rank == 3)))):
         play("cross_entropy", both, made("cross_entropy", both, {"count": count}), STEP)
         call = made("cross_entropy", both, {"count": own})
         said.append(mismatch(lambda call=call: play("cross_entropy", both, call, STEP)))
-    return said
-
-
-def test_counts_are_compared_over_two_axes(gloo_pool: GlooPool) -> None:
-    for first, second in gloo_pool.run(4, counts, mesh_shape=(2, 2), mesh_dim_names=("dp", "cp")):
-        assert "rank 3: amount 4.0" in first, first
-        assert "cross_entropy(amount 6.0" in second and "rank 3: amount 3.0" in second, second
-
-
-# ---------------------------------------------------------------- a call that is refused, or fails, on one rank
+    return " ".join(said)
 
 
 def lives_on(rank: int, mesh: DeviceMesh, name: str, steady: int) -> str:
-    """Rank 1 makes no further call until the others have learned of its error."""
+    """Rank 1 is refused a call, and makes no further one until the others have learned why."""
     plan_of(mesh).local(mesh)  # the ranks have compared something before
     call, x = CALLS[name](mesh, {}), torch.ones(TOKENS, 5)
     for _ in range(steady):
@@ -271,16 +268,6 @@ def lives_on(rank: int, mesh: DeviceMesh, name: str, steady: int) -> str:
             call(x)
     tell(mesh, f"{rank} has learned")
     return str(raised.value)
-
-
-REFUSED = [name for name in CALLS if name not in ("rank_plan", "unshard_edges", "gated_delta")]
-
-
-@pytest.mark.parametrize(("name", "steady"), [(name, 16 * (i % 2)) for i, name in enumerate(REFUSED)])
-def test_the_others_learn_why_a_call_was_refused(gloo_pool: GlooPool, name: str, steady: int) -> None:
-    first, second, third = gloo_pool.run(3, lives_on, name, steady)
-    for text in (first, third):
-        assert f"rank 1: an error(raised ValueError: {second})" in text, text
 
 
 class Fragile(torch.autograd.Function):
@@ -298,9 +285,17 @@ class Fragile(torch.autograd.Function):
         return grad, None
 
 
-def fails(rank: int, mesh: DeviceMesh, inside: str, steady: int, whom: tuple[int, ...]) -> list[str]:
-    """Some ranks fail inside a call, or in the backward between two; they leave the step out and go on."""
-    said, failing = [], False
+def fails(rank: int, mesh: DeviceMesh, inside: str, whom: tuple[int, ...], steady: int = 8) -> str:
+    """Ranks fail inside a call, in the backward between two, or in an exchange home; they leave the step out.
+
+    The next call would meet what the others still do in this one: wrong numbers, a hang, or an abort inside gloo.
+    """
+    said, failing, real = [], False, executor._collective
+
+    def without_memory(*args: Any, home: bool) -> torch.Tensor:
+        if inside == "exchange" and failing and home:
+            raise torch.OutOfMemoryError("no memory")
+        return real(*args, home=home)
 
     def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         if inside == "forward" and failing:
@@ -308,93 +303,20 @@ def fails(rank: int, mesh: DeviceMesh, inside: str, steady: int, whom: tuple[int
         return score
 
     # Where all are to fail alike, they may be late by any time.
-    with mock.patch.object(compare, "PATIENCE", HANG if len(whom) > 1 else compare.PATIENCE):
+    patience = mock.patch.object(compare, "PATIENCE", HANG if len(whom) > 1 else compare.PATIENCE)
+    with patience, mock.patch.object(executor, "_collective", without_memory):
         call = attention(mesh, {"kernel": "reference", "score_mod": score_mod})
         for number in range(steady + 3):
             failing = rank in whom and number == steady
-            x = torch.ones(TOKENS, 8, requires_grad=inside == "backward")
+            x = torch.ones(TOKENS, 8, requires_grad=inside != "forward")
             try:
                 out = call(x)
-                if inside == "backward":
-                    call(Fragile.apply(out, -1 if failing else 1)[0, 0]).sum().backward()
+                if inside != "forward":
+                    fragile = failing and inside == "backward"
+                    call(Fragile.apply(out, -1 if fragile else 1)[0, 0]).sum().backward()
             except RuntimeError as error:
-                said.append(f"{type(error).__name__} {error}")
-    return said
-
-
-@pytest.mark.parametrize("inside", ["forward", "backward"])
-def test_a_rank_that_fails_ends_the_step_for_all(gloo_pool: GlooPool, inside: str) -> None:
-    """Its next call would meet what the others still do in this one: wrong numbers, a hang, or an abort inside gloo."""
-    first, second, third = gloo_pool.run(3, fails, inside, 8, (1,))
-    for text in (*first, *second[1:], *third):  # a rank that needs nothing of rank 1 finds its error in the next call
-        assert text.startswith(("MismatchError", "ExchangeError")) and "rank 1" in text, text
-    assert inside == "backward" or all("no memory" in texts[0] for texts in (first, third)), (first, third)
-    assert second[0] == "OutOfMemoryError no memory" and len(second) > 1 <= min(len(first), len(third))
-
-
-def test_ranks_that_fail_alike_go_on(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(3, fails, "backward", 3, (0, 1, 2)) == [["OutOfMemoryError no memory"]] * 3
-
-
-def alike(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """All ranks are refused a call, in other words; one is late by more than the patience."""
-    call, other, x = CALLS["attention"](mesh, {}), CALLS["unshard"](mesh, {}), torch.ones(TOKENS, 5)
-    with mock.patch.object(compare, "PATIENCE", 0.2):
-        for late in (0, 1):
-            with pytest.raises(ValueError):
-                (call if rank else other)(x[1:])
-            if rank == late:
-                time.sleep(0.5)  # the longer, the later
-            call(x)
-    for _ in range(3):
-        call(x)
-    return confirmed()
-
-
-def confirmed() -> tuple[int, int]:
-    """Calls that were made, and that were compared in the end."""
-    (log,) = call_log.logs()
-    log.confirm(log.count, HANG)
-    return log.count, log.confirmed
-
-
-# ---------------------------------------------------------------- a rank that stays away
-
-
-def one_stays_away(rank: int, mesh: DeviceMesh, name: str, refused: bool) -> Any:
-    """Rank 1 is alive and has made its groups, but makes no call that is taken before rank 0 has given it up."""
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=2.0)
-    short = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",), backend_override={"cp": ("gloo", options)})
-    if rank == 1:
-        if refused:
-            with pytest.raises(ValueError):
-                CALLS[name](short, {})(torch.ones(TOKENS - 1, 5))
-        hear(mesh, "given up")
-        return None
-    try:
-        with mock.patch.object(failure, "GRACE", 0.3):
-            CALLS[name](short, {})(torch.ones(TOKENS, 5))
-    except spanwise.ExchangeError as error:
-        return error
-    finally:
-        tell(mesh, "given up")
-    return None
-
-
-@pytest.mark.parametrize(("name", "refused"), [("attention", False), ("linear_cross_entropy", True)])
-def test_a_rank_that_stays_away_is_named_after_the_timeout_of_the_group(
-    gloo_pool: GlooPool, name: str, refused: bool
-) -> None:
-    """So is one that was refused in the very first call: nothing has been compared yet."""
-    error, _ = gloo_pool.run(2, one_stays_away, name, refused)
-    assert isinstance(error, spanwise.ExchangeError) and error.lost == (1,), error
-    assert "lost: rank 1, no word within" in str(error)
-    found = re.search(r"failed on rank 0, .* of 2 ranks, after (\d+\.\d) s", str(error))
-    assert found is not None and float(found[1]) >= 2.0, str(error)  # rank 1 stays away until rank 0 has failed
-
-
-# ---------------------------------------------------------------- what is left after a comparison
+                said.append(f"{type(error).__name__} {error}".replace("\n", " "))
+    return "\n".join(said)
 
 
 def ahead(rank: int, mesh: DeviceMesh) -> str:
@@ -413,17 +335,38 @@ def ahead(rank: int, mesh: DeviceMesh) -> str:
         out.sum().backward()
 
     text = mismatch(run)
-    assert x.grad is None
+    assert x.grad is None  # no gradient comes from calls that differ
     return text
 
 
-def test_no_gradient_comes_from_calls_that_differ(gloo_pool: GlooPool) -> None:
-    for text in gloo_pool.run(2, ahead):
-        assert "disagree on call 29 " in text and "rank 1: scale 2.0" in text, text
+def stays_away(rank: int, mesh: DeviceMesh, name: str, refused: bool) -> str:
+    """Rank 1 lives, but makes no call that is taken until rank 0 has given it up, when the group's timeout is over."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=2.0)
+    short = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",), backend_override={"cp": ("gloo", options)})
+    if rank == 1:
+        if refused:  # nothing has been compared yet
+            with pytest.raises(ValueError):
+                CALLS[name](short, {})(torch.ones(TOKENS - 1, 5))
+        hear(mesh, "given up")
+        return ""
+    began = time.monotonic()
+    with mock.patch.object(failure, "GRACE", 0.3), pytest.raises(spanwise.ExchangeError) as error:
+        CALLS[name](short, {})(torch.ones(TOKENS, 5))
+    tell(mesh, "given up")
+    assert error.value.lost == (1,) and time.monotonic() - began >= 2.0
+    return str(error.value)
 
 
-def passes(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Steps that are alike on all ranks, of every kind: no error, and all calls are compared in the end."""
+def confirmed() -> str:
+    """Calls that were made, and that were compared in the end."""
+    (log,) = call_log.logs()
+    log.confirm(log.count, HANG)
+    return f"{log.count > 5} {log.count == log.confirmed}"
+
+
+def passes(rank: int, mesh: DeviceMesh) -> str:
+    """Steps that are alike on all ranks, of every kind."""
     call, aux = attention(mesh, {}), attention(mesh, {"return_aux": spanwise.AuxRequest(lse=True)})
     scales: Any = [2.0, 2, torch.tensor(2.0)]  # equal numbers of other types
     for number in range(6):
@@ -440,16 +383,21 @@ def passes(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
     return confirmed()
 
 
-def many(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Calls made faster than the thread compares them. How far it lags is a matter of the machine's load."""
-    log = call_log.log_of(*mesh_ranks(mesh))
-    assert log is not None
-    for _ in range(5000):
-        log.add(call_log.Call("attention"))
+def refused_alike(rank: int, mesh: DeviceMesh) -> str:
+    """All ranks are refused calls, each in other words; one is late by more than the patience."""
+    call, other, x = CALLS["attention"](mesh, {}), CALLS["unshard"](mesh, {}), torch.ones(TOKENS, 5)
+    with mock.patch.object(compare, "PATIENCE", 0.2):
+        for number in range(30):
+            with pytest.raises(ValueError):
+                (call if rank else other)(x[1 + rank * (number % 7) :])
+            if rank == number:
+                time.sleep(0.5)  # the longer, the later
+            if number % 10 < 3:
+                call(x)
     return confirmed()
 
 
-def forks(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
+def forks(rank: int, mesh: DeviceMesh) -> str:
     """A process forked in the middle of a comparison ends before rank 1 joins, and takes no part in the parent's."""
     call, x = attention(mesh, {"plan": "apart"}), torch.ones(TOKENS, 5)
     for _ in range(16):
@@ -473,25 +421,14 @@ def forks(rank: int, mesh: DeviceMesh) -> tuple[int, int]:
     return confirmed()
 
 
-@pytest.mark.parametrize(("run", "ranks"), [(alike, 3), (passes, 3), (many, 2), (forks, 2)])
-def test_equal_calls_are_no_mismatch(gloo_pool: GlooPool, run: Any, ranks: int) -> None:
-    for count, compared in gloo_pool.run(ranks, run):
-        assert count == compared > 5
-
-
-def switched_off(rank: int, mesh: DeviceMesh) -> tuple[int, str]:
-    """Nothing travels, so that ranks that differ do not notice."""
+def switched_off(rank: int, mesh: DeviceMesh) -> str:
+    """Nothing travels, so that ranks that differ do not notice; until it is switched on again."""
     options = {"plan": "apart", **({"scale": 2.0} if rank else {})}
     spanwise.compare_calls(mesh, False)
-    different = mismatch(lambda: play("attention", mesh, attention(mesh, options), STEP))
-    none = len(call_log.logs())
+    play("attention", mesh, attention(mesh, options), STEP)
+    assert call_log.logs() == []
     spanwise.compare_calls(mesh, True)
-    return none, different or mismatch(lambda: play("attention", mesh, attention(mesh, options), STEP))
-
-
-def test_the_comparison_can_be_switched_off(gloo_pool: GlooPool) -> None:
-    for none, text in gloo_pool.run(2, switched_off):
-        assert none == 0 and "rank 1: scale 2.0" in text, text
+    return mismatch(lambda: play("attention", mesh, attention(mesh, options), STEP))
 
 
 def no_connection(rank: int, mesh: DeviceMesh) -> str:
@@ -502,51 +439,31 @@ def no_connection(rank: int, mesh: DeviceMesh) -> str:
     return str(error.value)
 
 
-def test_hosts_that_cannot_connect_say_so_in_the_first_call(gloo_pool: GlooPool) -> None:
-    for rank, text in enumerate(gloo_pool.run(2, no_connection)):
-        assert f"connections to compare calls failed on rank {rank}" in text and "no route to host" in text
-        assert "spanwise.compare_calls leaves them out" in text
+# What the ranks run, with which arguments, and what each of them says, as a pattern; the last one for all others too.
+# A rank that needs nothing of the one that fails finds its error in the next call.
+LEARNED, OUT_OF_MEMORY = r"rank 1: an error\(raised ValueError: ", r"\AOutOfMemoryError no memory"
+RAISED = r"((\n|\A)(Mismatch|Exchange)Error .*rank 1.*)+\Z"
+FAILED, QUOTED = OUT_OF_MEMORY + RAISED, r"\A(?=.*no memory)" + RAISED
+FAULTS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...], Any]] = {
+    "two_axes": (counts, (), (r"rank 3: amount 4\.0.*amount 6\.0.*rank 3: amount 3\.0",), AXES),
+    **{f"{name} refused": (lives_on, (name, i % 2 * 16), (LEARNED, "", LEARNED), {}) for i, name in enumerate(REFUSED)},
+    "fails in a forward": (fails, ("forward", (1,)), (QUOTED, FAILED, QUOTED), {}),
+    "fails in a backward": (fails, ("backward", (1,)), (r"\A" + RAISED, FAILED, r"\A" + RAISED), {}),
+    "fails in an exchange": (fails, ("exchange", (1,)), (r"\A" + RAISED, FAILED, r"\A" + RAISED), {}),
+    "fail alike": (fails, ("backward", (0, 1, 2), 3), (OUT_OF_MEMORY + r"\Z",), {}),
+    "no_gradient": (ahead, (), ("disagree on call 29 .*rank 1: scale 2.0",), TWO),
+    "stays away": (stays_away, ("attention", False), ("lost: rank 1, no word within", "^$"), TWO),
+    "stays away, refused": (stays_away, ("linear_cross_entropy", True), ("lost: rank 1, no word within", "^$"), TWO),
+    **{run.__name__: (run, (), ("True True",), TWO if run is forks else {}) for run in (passes, refused_alike, forks)},
+    "switched off": (switched_off, (), (r"rank 1: scale 2\.0",), TWO),
+    "no connection": (no_connection, (), (r"calls failed on rank \d.*compare_calls.*no route to host",), TWO),
+}  # fmt: skip
 
 
-# ---------------------------------------------------------------- errors that a training loop catches
-
-
-def skipped_batch(rank: int, mesh: DeviceMesh) -> str:
-    """A loop that skips batches without memory: rank 0 has none in a backward, after the comparison."""
-    plan = spanwise.make_plan(spanwise.SpanMask.full(8), 2, exchange="needed", stages=1, block_size=2).local(mesh)
-    real = executor._collective
-
-    def without_memory(*args: Any, home: bool) -> torch.Tensor:
-        if home and rank == 0 and batch == 16:
-            raise torch.OutOfMemoryError("planted")
-        return real(*args, home=home)
-
-    with mock.patch.object(executor, "_collective", without_memory):
-        for batch in range(18):
-            x = torch.ones(1, 2, 4, 4, requires_grad=True)
-            try:
-                spanwise.context_parallel_attention(x, x, x, plan).sum().backward()
-            except torch.OutOfMemoryError:
-                continue
-            except (spanwise.ExchangeError, spanwise.MismatchError) as error:
-                return f"{batch}: {error}"
-    return "went on"
-
-
-def test_after_a_backward_that_one_rank_skips_no_rank_goes_on(gloo_pool: GlooPool) -> None:
-    first, other = gloo_pool.run(2, skipped_batch)
-    assert first.startswith("17: an earlier backward failed on rank 0") and other.startswith("16: ")
-
-
-def refused_calls(rank: int, mesh: DeviceMesh) -> int:
-    """Both ranks are refused in each call, rank 1 with another text each time."""
-    plan = spanwise.make_plan(spanwise.SpanMask.causal(8), 2, exchange="needed", block_size=2).local(mesh)
-    for batch in range(30):
-        x = torch.ones(1, 2, 5 + rank * (batch % 7), 4)
-        with pytest.raises(ValueError, match="shard of the sequence"):
-            spanwise.context_parallel_attention(x, x, x, plan)
-    return spanwise.context_parallel_attention(*[torch.ones(1, 2, 4, 4)] * 3, plan).numel()
-
-
-def test_errors_are_alike_whatever_they_say(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(2, refused_calls) == [32, 32]
+@pytest.mark.parametrize("name", FAULTS)
+def test_all_ranks_learn_of_a_fault(gloo_pool: GlooPool, name: str) -> None:
+    run, arguments, patterns, mesh = FAULTS[name]
+    found = gloo_pool.run(math.prod(mesh.get("mesh_shape", (3,))), run, *arguments, **mesh)
+    for rank, text in enumerate(found):
+        assert re.search(patterns[min(rank, len(patterns) - 1)], text), (rank, text)
+    assert run is not lives_on or all(found[1] in text for text in found), found  # the others quote the error

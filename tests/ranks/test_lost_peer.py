@@ -22,7 +22,6 @@ import spanwise
 from spanwise import _torch
 from spanwise.attention import executor, failure
 from tests.limits import HANG
-from tests.ranks.calls import HOSTS
 from tests.ranks.gloo import NEVER, Processes, started
 
 TIMEOUT = 2.0  # seconds, of the process groups of a mesh on which a rank is late
@@ -141,7 +140,6 @@ class Scenario(NamedTuple):
 
 NEEDED, RING = {"exchange": "needed", "stages": 3}, {"exchange": "ring", "keep_kv": True}
 GATHER, ULYSSES = {"exchange": "all_gather"}, {"exchange": "ulysses"}
-RELAYED = {"exchange": "hierarchical", "hardware": HOSTS}
 TWO: dict[str, Any] = {"mesh_shape": (2,)}
 LEVELS: dict[str, Any] = {"mesh_shape": (2, 2), "names": ("outer", "inner")}
 SUB_MESH: dict[str, Any] = {"mesh_shape": (2, 2), "names": ("dp", "cp")}
@@ -166,17 +164,12 @@ def on_two_levels(exchange: str, moment: str, how: str = "killed", marks: Any = 
 
 SCENARIOS: dict[str, Scenario] = {
     "plan": Scenario((GATHER, "plan", "killed", 0), (1, 2, 3), (0,), "connections to compare calls"),
-    "forward": killed(GATHER, "forward", "all-gather of K/V, mask 'full'"),
     "backward": killed(GATHER, "backward", "reduce-scatter of gradients, K/V, mask 'full'", ()),
     "max_logit": killed(GATHER, "all-reduce of max_logit", "all-reduce of max_logit", ()),
     "raised": Scenario((NEEDED, "backward", "raised", 2), OTHERS, (2,), GRADIENTS, ("of 4 ranks, after", NO_WORD)),
     "refetched": killed(NEEDED | {"keep_kv": False}, "backward", f"{TO_ALL} refetched for the backward"),
-    "a hop": killed(RING, f"{TO_ALL}, mask 'full', chunk 2 of 3", TO_ALL),
     "a hop back": killed(RING, f"{GRADIENTS}, chunk 2 of 3", GRADIENTS, ()),
-    "heads": killed(ULYSSES, "forward", "all-to-all of heads of (q|K/V), mask 'full'"),
     "heads back": killed(ULYSSES, "backward", "all-to-all of gradients, output, mask 'full'"),
-    "relayed": killed(RELAYED, "backward", GRADIENTS),
-    "two levels": on_two_levels("needed", "backward"),
     "two levels, a hop": on_two_levels("ring", f"{TO_ALL}, mask 'full', chunk 1 of 1", marks=()),
     # Those that wait for it fail when the timeout of their group is over, the others then.
     "two levels, stuck": on_two_levels("all_gather", "forward", "stuck", (), timeout=TIMEOUT),

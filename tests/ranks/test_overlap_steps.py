@@ -71,10 +71,10 @@ def _changed(got: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.T
     return [x for x, y in zip(got[-len(given) :], given, strict=True) if not torch.equal(x, y)]
 
 
-def scheduled(rank: int, mesh: DeviceMesh, names: Sequence[str], models: Sequence[str] = ()) -> dict[str, Any]:
+def scheduled(rank: int, mesh: DeviceMesh, names: Sequence[str]) -> dict[str, Any]:
     found = {}
-    for name in (*names, *models):
-        gm, args = steps.STEPS[name](mesh) if name in steps.STEPS else steps.hugging_face(mesh, name)
+    for name in names:
+        gm, args = steps.STEPS[name](mesh)
         expected = run(gm, args)
         tight = overlap.simulate(gm, Cost()).peak_bytes
         for bucket, budget in ((False, None), (True, tight)):
@@ -96,8 +96,16 @@ def scheduled(rank: int, mesh: DeviceMesh, names: Sequence[str], models: Sequenc
     return found
 
 
-def check(answers: Sequence[dict[str, Any]]) -> None:
-    for answer in answers:
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (2, ("functionalized", "tensor_parallel", "two_steps", "updates_travel")),
+        (4, ("simple_fsdp",)),
+        pytest.param(4, tuple(steps.STEPS), marks=pytest.mark.slow),
+    ],
+)
+def test_a_scheduled_step_is_the_step(gloo_pool: GlooPool, num_ranks: int, names: Sequence[str]) -> None:
+    for answer in gloo_pool.run(num_ranks, scheduled, names):
         for what, found in answer.items():
             assert all(found["same"]) and found["written"] > 2, what
             assert not found["barriers"] and found["compared"] == 1, what
@@ -105,32 +113,6 @@ def check(answers: Sequence[dict[str, Any]]) -> None:
             measured, predicted, budget = found["peak"]
             assert measured <= predicted + SLACK and predicted <= budget, (what, found["peak"])
         assert any(found["launches"] < 1 for found in answer.values())
-
-
-TRACES_OPTIMIZERS = hasattr(torch.optim, "swap_in_optimizer_params_and_state")
-refused = pytest.mark.skipif(
-    not TRACES_OPTIMIZERS, reason=f"torch {torch.__version__} cannot trace the state of an optimizer; it needs 2.13"
-)
-CASES = (
-    [(2, ("functionalized", "tensor_parallel", "conv_net", "two_steps", "updates_travel")),
-     (4, ("simple_fsdp", "mlp_foreach"))]
-    if TRACES_OPTIMIZERS
-    else [(2, ("functionalized", "tensor_parallel", "two_steps", "updates_travel")), (4, ("simple_fsdp",)),
-          pytest.param(4, ("conv_net", "mlp_foreach"), marks=refused)]
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("num_ranks", "names"), CASES)
-def test_a_scheduled_step_is_the_step(gloo_pool: GlooPool, num_ranks: int, names: Sequence[str]) -> None:
-    check(gloo_pool.run(num_ranks, scheduled, names))
-
-
-@refused
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_scheduled_step_is_the_step(gloo_pool: GlooPool, num_ranks: int) -> None:
-    check(gloo_pool.run(num_ranks, scheduled, (), ("Llama", "Bert", "Qwen3Moe")))
-    check(gloo_pool.run(num_ranks, scheduled, tuple(steps.STEPS)))
 
 
 def differ(rank: int, mesh: DeviceMesh) -> list[str]:

@@ -10,18 +10,21 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_flatten, tree_map
 
 import spanwise
 from spanwise import Packing, SpanMask
 from spanwise.attention.rank_plan import build
 from tests.oracle import make_problem, relative_error
-from tests.ranks.calls import errors, step
-from tests.ranks.gloo import GlooPool
+from tests.pairs import named
+from tests.ranks.calls import HOSTS, errors, step
 from tests.ranks.harness import run_ranks
 
 CU = [0, 11, 12, 40, 67]
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
 
 
 def plan_of(num_ranks: int | tuple[int, int], **way: Any) -> spanwise.Plan:
@@ -101,94 +104,44 @@ def test_another_mesh_is_an_error_and_copies_share_the_own() -> None:
     run_ranks(2, on_rank)
 
 
-MODES = {"inference mode": torch.inference_mode, "fake": FakeTensorMode}
-
-
 @pytest.mark.parametrize("length", [1, 67])
 @pytest.mark.parametrize("kernel", ["reference", "sdpa", "flex", "varlen"])
-@pytest.mark.parametrize("mode", MODES)
-def test_tensors_are_plain_after_a_first_use_in_another_mode(mode: str, kernel: str, length: int) -> None:
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_tensors_are_plain_after_a_first_use_in_another_mode(mode: Any, kernel: str, length: int) -> None:
     """Inside the mode they are of its kind."""
     plan = spanwise.make_plan({"a": SpanMask.causal(length), "b": SpanMask.full(length)}, 1, block_size=8)
     for _ in range(2):  # fake tensors of one mode are refused by the next
-        with MODES[mode]():
+        with mode():
             given = plan.local(None, "cpu", kernel=kernel)
             if kernel == "sdpa":
-                q = torch.zeros(1, 2, length, 8)
-                spanwise.context_parallel_attention(q, q, q, given, mask_name="a")
-    kept, inside = (
-        [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
-        for tree in (plan.local(None, "cpu", kernel=kernel), given)
-    )
+                spanwise.context_parallel_attention(*[torch.zeros(1, 2, length, 8)] * 3, given, mask_name="a")
+    kept, inside = (tensors(tree) for tree in (plan.local(None, "cpu", kernel=kernel), given))
     assert len(kept) >= 6 and not any(x.is_inference() or isinstance(x, FakeTensor) for x in kept)
     assert [x.shape for x in inside] == [x.shape for x in kept]
-    assert all(isinstance(x, FakeTensor) == (mode == "fake") for x in inside)
+    assert all(isinstance(x, FakeTensor) == (mode is FakeTensorMode) for x in inside)
 
 
 MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices")
 
 
-@pytest.mark.parametrize("exchange", ["needed", "hierarchical"])  # others bring as many keys under each mask
-def test_sizes_that_change_from_plan_to_plan_are_marked(exchange: str) -> None:
-    """So that one graph serves all."""
-    hardware = spanwise.H100.with_host_size(2) if exchange == "hierarchical" else None
-    way: Any = {"balancer": "contiguous", "block_size": 1, "exchange": exchange, "hardware": hardware}
-    plans = [spanwise.make_plan(SpanMask.sliding_window(72, reads), 4, **way) for reads in (10, 13)]
+@pytest.mark.parametrize("way", [{"exchange": "needed"}, {"exchange": "hierarchical", "hardware": HOSTS}], ids=named)
+def test_sizes_that_change_from_plan_to_plan_are_marked(way: dict[str, Any]) -> None:
+    """So that one graph serves all. Others bring as many keys under each mask."""
+    plans = [
+        spanwise.make_plan(SpanMask.sliding_window(72, reads), 4, balancer="contiguous", block_size=1, **way)
+        for reads in (10, 13)
+    ]
 
     def on_rank(rank: int, mesh: DeviceMesh) -> list[Any]:
-        leaves = [tree_flatten(plan.local(mesh, kernel="sdpa").chunks["default"])[0] for plan in plans]
-        return [[x for x in each if isinstance(x, torch.Tensor)] for each in leaves]
+        return [tensors(plan.local(mesh, kernel="sdpa").chunks["default"]) for plan in plans]
 
-    changed = [
-        (x, dim)
-        for each in run_ranks(4, on_rank)
-        for first, second in zip(*each, strict=True)
-        for dim in range(first.dim())
-        if first.shape[dim] != second.shape[dim]
-        for x in (first, second)
-    ]
+    changed = 0
+    for each in run_ranks(4, on_rank):
+        for first, second in zip(*each, strict=True):
+            for dim in [dim for dim in range(first.dim()) if first.shape[dim] != second.shape[dim]]:
+                assert all(any(dim in getattr(x, name, ()) for name in MARKS) for x in (first, second))
+                changed += 1
     assert changed
-    for x, dim in changed:
-        assert any(dim in getattr(x, name, ()) for name in MARKS), (x.shape, dim)
-
-
-class Block(nn.Module):
-    """Attention that gets its plan as an argument, and adds what the positions say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 24, bias=False)
-
-    def forward(self, x: torch.Tensor, plan: spanwise.RankPlan) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
-        out = spanwise.context_parallel_attention(q, k, v, plan).transpose(1, 2).flatten(2)
-        return out + plan.positions[..., None].to(out)
-
-
-def through_fully_shard(rank: int, mesh: DeviceMesh, dtype: torch.dtype) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.ModuleList([Block(), Block()])
-    plan = plan_of(2)
-    local, whole = plan.local(mesh), torch.randn(1, CU[-1], 8)
-    for layer in model:
-        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    x = spanwise.shard(local, x=whole)
-    for layer in model:
-        x = layer(x, local)
-    assert local.positions.dtype == torch.int64
-    return [spanwise.unshard(local, x=x.detach())]
-
-
-def test_fully_shard_passes_it_on(gloo_pool: GlooPool) -> None:
-    torch.manual_seed(0)
-    model, whole = nn.ModuleList([Block(), Block()]), torch.randn(1, CU[-1], 8)
-    x, one = whole, plan_of(1).local(None)
-    with torch.no_grad():
-        for layer in model:
-            x = layer(x, one)
-    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
-        for (got,) in gloo_pool.run(2, through_fully_shard, dtype):
-            assert relative_error(got.float(), x) <= limit
 
 
 def test_tensors_of_a_rank_take_memory_by_its_own_tokens() -> None:
@@ -197,7 +150,6 @@ def test_tensors_of_a_rank_take_memory_by_its_own_tokens() -> None:
         spanwise.SpanMask.documents(range(0, tokens + 1, 2**14)), num_ranks, balancer="head_tail", exchange="needed"
     )
     local = build(plan, 3)
-    held = sum(x.nbytes for x in tree_flatten(local)[0] if isinstance(x, torch.Tensor))
-    assert held < 80 * local.tokens.numel()  # bytes; indices of the whole sequence are 8 * 64 a token
+    assert sum(x.nbytes for x in tensors(local)) < 80 * local.tokens.numel()  # indices of all are 8 * 64 a token
     assert torch.equal(local.restore, torch.from_numpy(plan.layout.slots()))
     assert local.restore is local.restore
