@@ -39,7 +39,7 @@ def convolution(
 ) -> torch.Tensor:
     """Outputs ``[T, C]`` of ``x [T, C]``, ``weight [C, width]``."""
     out = torch.zeros_like(x)
-    for start, stop in documents:
+    for start, stop in (document for document in documents if document[0] < document[1]):
         padded = F.pad(x[start:stop].T, (weight.shape[1] - 1, 0))
         windows = padded.unfold(1, weight.shape[1], 1)  # [C, tokens, width]
         each = (windows * weight.unsqueeze(1)).sum(-1).T + (0 if bias is None else bias)

@@ -64,7 +64,7 @@ def test_any_owners_and_documents(kind: str, data: st.DataObject, ranks: int, se
     plan = plan_of(cuts, ranks, Owners(owners, block_size))
     decay = data.draw(st.sampled_from([0.1, 2.0, 300.0]))
     problem = problems.make(kind, length, documents_of(cuts), seed, decay)
-    if kind not in ("lightning", "griffin") and data.draw(st.booleans()):
+    if kind not in ("lightning", "griffin", "conv") and data.draw(st.booleans()):
         for begin, step, value in ((0, 5, -1e4), (3, 11, -torch.inf), (4, 7, 0.0)):
             problem.inputs[3][begin::step] = value
     problem = dataclasses.replace(problem.to(dtype), scale=data.draw(st.sampled_from([0.5, None])))
@@ -73,7 +73,7 @@ def test_any_owners_and_documents(kind: str, data: st.DataObject, ranks: int, se
     problems.check(plan, problem, results, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "gla", "gdn", "kda", "mamba"])
+@pytest.mark.parametrize("kind", ["mamba2", "gla", "gdn", "kda", "mamba", "conv"])
 @pytest.mark.parametrize(("balancer", "poisoned"), [("head_tail", 0), ("dual_chunk", 2), ("head_tail", 3)])
 def test_nan_stays_in_its_document_and_padding_belongs_to_none(kind: str, balancer: str, poisoned: int) -> None:
     packing = spanwise.Packing([0, 5, 5, 16, 30], cu_seqlens_q_padded=[0, 8, 8, 24, 40])
@@ -81,16 +81,17 @@ def test_nan_stays_in_its_document_and_padding_belongs_to_none(kind: str, balanc
     problem = problems.make(kind, 40, [(0, 5), (8, 8), (8, 19), (24, 38)])
     padding, (start, stop) = torch.from_numpy(~packing.valid_q), problem.documents[poisoned]
     changed = dataclasses.replace(problem, inputs=[x.clone() for x in problem.inputs], d_out=problem.d_out.clone())
-    for whole, x in zip((*problem.inputs, problem.d_out), (*changed.inputs, changed.d_out), strict=True):
+    for whole, x in zip(problem.of_tokens(), changed.of_tokens(), strict=True):
         whole[padding], x[padding] = 0.0, torch.nan
     problems.check(plan, problem, run_ranks(2, problems.on_rank, plan, changed), 1e-10)
-    for x in (*changed.inputs, changed.d_out):
+    for x in changed.of_tokens():
         x[start:stop] = torch.nan
     reached = False
     for rank, (out, grads) in enumerate(run_ranks(2, problems.on_rank, plan, changed)):
         tokens = plan.layout.indices(rank)
         others = torch.from_numpy((tokens < start) | (tokens >= stop))
-        assert all(x[others].isfinite().all() for x in (out, *grads))
+        own = [x for n, x in enumerate(grads) if n not in problem.shared]
+        assert all(x[others].isfinite().all() for x in (out, *own))
         reached |= bool(out[~others].isnan().any())
     assert reached
 
@@ -168,6 +169,14 @@ def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, rank
     owner = everyone.rank[run]
     found = np.stack([owner, reader, everyone.start[run]], axis=1)[owner != reader].tolist()
     assert sorted(map(tuple, found)) == sorted(wanted)
+
+
+def test_only_rows_before_runs_travel() -> None:
+    layout = spanwise.Layout([[(0, 0, 10), (1, 10, 20), (0, 20, 25), (1, 25, 40)]], num_ranks=2, seq_len=40)
+    everyone = document_runs.find(layout, [spanwise.Packing([0, 12, 20, 40])])
+    # Rank 1 reads 7 to 9, and 22 to 24; rank 0 begins a document at 20.
+    reader, token = document_runs.halos(everyone, 3)
+    assert reader.tolist() == [1] * 6 and token.tolist() == [7, 8, 9, 22, 23, 24]
 
 
 @pytest.mark.parametrize("cuts", [[0, 7, 90], [0, 30, 60, 90]])
