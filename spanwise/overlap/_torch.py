@@ -107,11 +107,6 @@ def fake_mode_of(x: torch.Tensor) -> Any:
     return getattr(x, "fake_mode", None)
 
 
-def to_fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of ``mode`` with the sizes of ``x``, which may be real."""
-    return mode.from_tensor(x, static_shapes=True)
-
-
 @contextmanager
 def compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` true for code that is traced without torch.compile."""

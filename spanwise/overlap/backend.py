@@ -82,23 +82,22 @@ def backend(
     if options.get("offload"):
         raise ValueError("offload=True needs forward and backward in one graph: use overlap.optimize or graph_pass")
     check_options(**options)
-    return Backend(name, cost, options, dynamic_size, on_result or (lambda result: None))
+    return Backend(name, as_cost(cost), describe(cost), options, dynamic_size, on_result or (lambda result: None))
 
 
+@dataclasses.dataclass
 class Backend:
     """Result of `backend`: ``(gm, example_inputs) -> callable``, as ``torch.compile`` calls it."""
 
-    def __init__(
-        self,
-        name: str,
-        cost: Cost | Hardware | Mapping[str, float],
-        options: Mapping[str, Any],
-        dynamic_size: int,
-        on_result: Callable[[Result], None],
-    ) -> None:
-        self.name, self._cost, self._options, self._on_result = name, as_cost(cost), dict(options), on_result
-        self._dynamic_size, self._costs = dynamic_size, describe(cost)
-        self.__name__ = f"spanwise.overlap.backend({name!r})"  # in torch.compile's errors
+    name: str
+    _cost: Cost
+    _costs: str | None
+    _options: Mapping[str, Any]
+    _dynamic_size: int
+    _on_result: Callable[[Result], None]
+
+    def __post_init__(self) -> None:
+        self.__name__ = f"spanwise.overlap.backend({self.name!r})"  # in torch.compile's errors
 
     def __call__(
         self,

@@ -1,12 +1,9 @@
 """Lower bounds on the makespan of a `Dag`, and longest paths through it. No order is shorter; memory is ignored.
 
-A node's head is the earliest time at which it can be issued. Its tail is the time that the graph needs at least after
-the node has ended. Both are longest paths (the critical path method, J. E. Kelley and M. R. Walker, 1959). Compute that
-must run before a collective, after it, or between two of them passes through one compute stream, so that
-`ComputeAround` counts all of its milliseconds, not those of the longest path alone.
-
-Each stream runs one job at a time. With heads and tails, its jobs are a problem of one machine. The preemptive
-relaxation is solved by always running the job with the longest tail (J. R. Jackson; see J. Carlier, "The one-machine
+A node's head is the earliest time at which it can be issued, its tail the least time that the graph needs after it has
+ended: longest paths. Compute before a collective, after it, or between two of them passes through one compute stream,
+so that `ComputeAround` counts all of its milliseconds, not those of the longest path alone. With heads and tails, the
+jobs of a stream are a problem of one machine, whose preemptive relaxation bounds it (J. Carlier, "The one-machine
 sequencing problem", European Journal of Operational Research 11, 1982).
 """
 

@@ -20,6 +20,7 @@ from spanwise.overlap.scheduler import Ints, ListScheduler, Run
 from spanwise.overlap.search import FEWEST, Schedule, schedule
 
 Bucket = tuple[int, ...]
+_Price = Callable[[list[int]], float]
 
 #: Shares of the makespan that one bucket may take. Short buckets leave slow links enough launches to overlap with.
 _LONGEST = (math.inf, 1 / 32)
@@ -32,7 +33,7 @@ def bucket(
     dag: Dag,
     found: Schedule,
     keys: Sequence[Hashable | None],
-    merged_ms: Callable[[list[int]], float],
+    merged_ms: _Price,
     *,
     multiplier: float = 1.0,
     effort: int | None = None,
@@ -90,13 +91,7 @@ def bucket(
 class _Merger:
     """Merges neighbours while an order with them keeps its makespan and all limits."""
 
-    def __init__(
-        self,
-        dag: Dag,
-        keys: Sequence[Hashable | None],
-        price: Callable[[list[int]], float],
-        budget: int,
-    ) -> None:
+    def __init__(self, dag: Dag, keys: Sequence[Hashable | None], price: _Price, budget: int) -> None:
         self.dag, self.keys, self.price, self.budget = dag, keys, price, budget
         self.engine = ListScheduler(dag)
         self.known: dict[Bucket, float] = {(i,): dag.nodes[i].ms for i in dag.starts}

@@ -2,19 +2,16 @@
 
     scheduled fx graph ─► insert ─► the graph with a call of ``spanwise::agree`` in front ─► compiled code
 
-Ranks that start collectives in different orders wait for each other forever. Each rank schedules alone, from its own
-costs and its own torch, or takes a graph from a cache that others lack, so ranks cannot compare while compiling. The
-comparison is an operator in the graph, which survives the caches of compiled code. At its first call in a process
-group, ranks exchange a digest through the group's store; later calls look it up in a set. It uses no collective, so a
-rank that runs something else is an error as well.
+Ranks that start collectives in different orders wait for each other forever. Each rank schedules alone, or takes a
+graph from a cache that others lack. So the comparison is an operator in the graph, which survives the caches of
+compiled code. At its first call, ranks exchange a digest through their group's store; later calls look it up in a set.
+It uses no collective, so a rank that runs something else is an error as well.
 
 The ranks of a group must agree on their collectives (operators, dtypes, numbers in the traced graph), and on the places
-of these in the order of all starts, other groups included. Then no rank waits forever: of the collectives that have not
-ended, take one with the first place. A rank that has not started it waits for a collective with an earlier place, and
-those have ended. Compute and waits may be in different places.
+of these in the order of all starts, other groups included. Then no rank waits forever: a rank that has not started the
+first collective which has not ended waits for one with an earlier place, and those have ended.
 
-Sizes are compared where they are numbers on all ranks. But a graph that differs only in sizes is not compared again: a
-rank whose input changes size recompiles, and ranks whose input does not would know nothing of it.
+A graph that differs only in sizes is not compared again: ranks whose input keeps its size do not recompile.
 """
 
 from __future__ import annotations
@@ -38,18 +35,8 @@ import torch.distributed as dist
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.fx.operators import (
-    ALL_TO_ALL,
-    MESSAGES,
-    STARTS,
-    Traits,
-    arguments,
-    group_of,
-    is_start,
-    nodes_in,
-    tensors_of,
-    traits,
-)
+from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.operators import ALL_TO_ALL, MESSAGES, STARTS, Traits, arguments, group_of, is_start, nodes_in
 
 # Digests on which the ranks of each group have agreed; an entry dies with its group.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
@@ -135,14 +122,14 @@ def _digest(value: Any) -> str:
 
 def _communicates(node: fx.Node) -> Traits | None:
     """Traits of a node that all ranks of a named group must call, else None; sends and receives involve only two."""
-    known = traits(node)
+    known = operators.traits(node)
     named = known.communicates and isinstance(dict(arguments(node, known)).get("group_name"), str)
     return known if node.target in STARTS - MESSAGES or (named and not _ONE_PEER & set(known.names)) else None
 
 
 def _describe(node: fx.Node, known: Traits, place: str, of: str) -> str:
     """A start in words; "?" for sizes that are symbolic or may differ between ranks."""
-    given = [t for _, value in arguments(node, known) for n in nodes_in(value) for t in tensors_of(n)]
+    given = [t for _, value in arguments(node, known) for n in nodes_in(value) for t in operators.tensors_of(n)]
     how = [str(value) for name, value in arguments(node, known) if name in ("reduce_op", "src")]
     sizes = [[str(size) if type(size) is int else "?" for size in t.shape] for t in given]
     if node.target in ALL_TO_ALL:  # ranks exchange different numbers of rows
@@ -185,18 +172,8 @@ class _Comparison:
         self.store.set(f"{self.prefix}/rank/{self.group.rank()}", self.record)
         self.store.add(f"{self.prefix}/same/{_digest(_unpacked(self.record))}", 1)
 
-    def arrive(self, hop: int) -> None:
-        self.store.set(f"{self.prefix}/arrived/{hop}/{self.group.rank()}", "here")
-        if self.store.add(f"{self.prefix}/arrived/{hop}", 1) == self.group.size():
-            self.store.set(f"{self.prefix}/all/{hop}", "here")
-
     def fail(self, text: str) -> None:
         self.store.set(f"{self.prefix}/failed", text)
-
-    def failure(self) -> str:
-        """Error that a rank of the group has reported; "" if none did."""
-        key = f"{self.prefix}/failed"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def difference(self) -> str:
         """The first place where the ranks' orders differ, once all have arrived, and their starts; "" if none does."""
@@ -218,16 +195,6 @@ class _Comparison:
             "Compile the same model with the same costs, options and versions on every rank"
         )
 
-    def lateness(self, hop: int) -> str:
-        """Error that names the ranks that have not arrived."""
-        ranks = dist.get_process_group_ranks(self.group)
-        late = [rank for r, rank in enumerate(ranks) if not self.store.check([f"{self.prefix}/arrived/{hop}/{r}"])]
-        return (
-            f"ranks {late} of the process group of ranks {ranks} did not come to compare a compiled graph within "
-            f"{_torch.group_timeout(self.group)}: they run something else or have failed, see their own errors; or "
-            "sizes changed here and not there and led to another order: then compile with dynamic=True"
-        )
-
 
 def _compare(every: Sequence[_Comparison], hops: int) -> None:
     """Wait for the ranks of all groups; ``ValueError`` on all ranks if schedules differ or a rank is missing.
@@ -240,7 +207,9 @@ def _compare(every: Sequence[_Comparison], hops: int) -> None:
         one.publish()
     for hop in range(hops):
         for one in every:
-            one.arrive(hop)
+            one.store.set(f"{one.prefix}/arrived/{hop}/{one.group.rank()}", "here")
+            if one.store.add(f"{one.prefix}/arrived/{hop}", 1) == one.group.size():
+                one.store.set(f"{one.prefix}/all/{hop}", "here")
         for one in every:
             text = _wait(one, hop, every) or (one.difference() if hop == 0 else "")
             if text:
@@ -254,10 +223,16 @@ def _wait(one: _Comparison, hop: int, every: Sequence[_Comparison]) -> str:
     until, pause = time.monotonic() + _torch.group_timeout(one.group).total_seconds(), 1e-3
     while not one.store.check([f"{one.prefix}/all/{hop}"]):
         for other in every:
-            if text := other.failure():
-                return text
+            if other.store.check([f"{other.prefix}/failed"]):
+                return other.store.get(f"{other.prefix}/failed").decode()
         if time.monotonic() > until:
-            return one.lateness(hop)
+            ranks = dist.get_process_group_ranks(one.group)
+            late = [rank for r, rank in enumerate(ranks) if not one.store.check([f"{one.prefix}/arrived/{hop}/{r}"])]
+            return (
+                f"ranks {late} of the process group of ranks {ranks} did not come to compare a compiled graph within "
+                f"{_torch.group_timeout(one.group)}: they run something else or have failed, see their own errors; or "
+                "sizes changed here and not there and led to another order: then compile with dynamic=True"
+            )
         time.sleep(pause)
         pause = min(2 * pause, 0.2)  # ranks may compile for minutes
     return ""

@@ -98,10 +98,6 @@ class Storage:
     users: tuple[int, ...] = ()
     kept: bool = False
 
-    def __post_init__(self) -> None:
-        if self.maker < 0 and (self.kept or not self.users):
-            raise ValueError("memory that the graph is given has users, after the last of which it is freed")
-
     @property
     def is_given(self) -> bool:
         """Whether it is there when the graph begins, as a saved activation is when a backward does."""

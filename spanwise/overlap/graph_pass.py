@@ -34,12 +34,9 @@ def graph_pass(
     """A pass ``(gm, example_inputs) -> gm`` that hides the collectives of a graph behind compute.
 
     The graph is one of ATen operators with functional collectives: of a forward, a backward, both, or a whole step with
-    its optimizer. It does not change; the result is a copy. A graph without collectives is returned as it is, except
-    with ``offload=True``. Where process groups exist, the copy begins with a comparison of the ranks' schedules, as
-    with `backend`: ``ValueError`` at its first run if they differ, or if a rank could not schedule its graph or its
-    `on_result` raised.
-
-    Compilers that run after the pass may reorder again. Inductor does; `backend` makes it keep the order.
+    its optimizer. It does not change; the result is a copy, or without collectives the graph itself. Where
+    process groups exist, the copy begins with a comparison of the ranks' schedules, as with `backend`. Compilers that
+    run after the pass may reorder again. Inductor does; `backend` makes it keep the order.
 
     Args:
         cost: milliseconds of a node, as in `optimize`.

@@ -189,15 +189,9 @@ def _insert(graph: fx.Graph, one: Activation, nodes: Sequence[fx.Node], number: 
                 needed.add(view)
         for view in views:
             if view in needed and view is not node:
-                remade[view] = _again(graph, view, remade, mode)
+                made = remade[view] = graph.node_copy(view, lambda arg: remade.get(arg, arg))
+                with mode:
+                    args, kwargs = fx.node.map_arg((made.args, made.kwargs), lambda arg: arg.meta["val"])
+                    made.meta["val"] = view.target(*args, **kwargs)  # type: ignore[operator]
             for user in [user for user in view.users if number.get(user, -1) >= one.end]:
                 user.replace_input_with(view, remade[view])
-
-
-def _again(graph: fx.Graph, view: fx.Node, remade: dict[fx.Node, fx.Node], mode: Any) -> fx.Node:
-    """The same view of what came back."""
-    made = graph.node_copy(view, lambda arg: remade.get(arg, arg))
-    with mode:
-        args, kwargs = fx.node.map_arg((made.args, made.kwargs), lambda arg: arg.meta["val"])
-        made.meta["val"] = view.target(*args, **kwargs)  # type: ignore[operator]
-    return made

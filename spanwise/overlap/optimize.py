@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -28,7 +28,7 @@ from spanwise.overlap.fx.sizes import Sizes, assumed, check_sizes, has_symbols
 from spanwise.overlap.offload import Offloaded, choices, with_copies
 from spanwise.overlap.quotient import Quotient, alone, joined
 from spanwise.overlap.search import schedule
-from spanwise.overlap.split.choose import Split, described, find_split
+from spanwise.overlap.split.choose import Split, find_split
 
 
 def optimize(
@@ -91,7 +91,9 @@ def optimize(
     options: dict[str, Any] = {"bucket": bucket, "multiplier": multiplier, "effort": effort}
     check_options(memory_budget=memory_budget, split=split, offload=offload, sizes=sizes, **options)
     options["links"] = links
-    gm = _with_merged_waits(gm)
+    if isinstance(gm, fx.GraphModule) and has_equal_waits(gm.graph):
+        gm = _torch.copy_module(gm)
+        merge_waits(gm.graph)
     if offload:
         if memory_budget is None or split or (sizes is not None and has_symbols(gm)):
             raise ValueError("offload=True needs a memory_budget, and neither split=True nor symbolic sizes")
@@ -116,9 +118,8 @@ def _split(gm: fx.GraphModule, cost: Cost, whole: Result, options: Mapping[str, 
     def of_cut(cut: fx.GraphModule, of: Cost, most: int | None) -> Result:
         return _optimized(cut, of, whole.budget, **options, most=most)
 
-    trial = find_split(gm, cost, of_cut, whole.timeline)
-    split = described(trial, whole.timeline)
-    return dataclasses.replace(trial.result if trial else whole, before=whole.before, split=split)
+    split, found = find_split(gm, cost, of_cut, whole.timeline)
+    return dataclasses.replace(found or whole, before=whole.before, split=split)
 
 
 def _offloaded(gm: fx.GraphModule, cost: Cost, budget: int, options: Mapping[str, Any]) -> Result:
@@ -158,7 +159,13 @@ def _optimized(
     found = schedule(contracted.dag, budget=memory_budget, multiplier=multiplier, effort=first)
     merged = alone(contracted.dag)
     if bucket:
-        keys, price = bucket_keys(captured), _bucket_price(captured, cost)
+        keys, price_of = bucket_keys(captured), getattr(cost, "merged", None)
+
+        def price(starts: Sequence[int]) -> float:
+            if price_of is None:
+                return math.fsum(contracted.dag.nodes[i].ms for i in starts)
+            return float(price_of([captured.nodes[contracted.members[i][0]] for i in starts]))
+
         of_units = [keys[of_unit[0]] for of_unit in contracted.members]
         quick, dag = most is not None, contracted.dag
         merged, found = into_buckets(dag, found, of_units, price, multiplier=multiplier, effort=effort, quick=quick)
@@ -261,27 +268,6 @@ def lower_bound(gm: fx.GraphModule, cost: Cost | Hardware | Mapping[str, float])
     True
     """
     return lower_bounds(_captured(gm, as_cost(cost)).dag).makespan
-
-
-def _bucket_price(captured: Captured, cost: Cost) -> Callable[[Sequence[int]], float]:
-    """A function from starts, by their numbers in the contracted dag, to the milliseconds of their bucket."""
-    merged, contracted = getattr(cost, "merged", None), captured.contracted
-
-    def price(starts: Sequence[int]) -> float:
-        if merged is None:
-            return math.fsum(contracted.dag.nodes[i].ms for i in starts)
-        return float(merged([captured.nodes[contracted.members[i][0]] for i in starts]))
-
-    return price
-
-
-def _with_merged_waits(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm`; or where it has equal waits, a copy in which they are one."""
-    if not isinstance(gm, fx.GraphModule) or not has_equal_waits(gm.graph):
-        return gm
-    merged = _torch.copy_module(gm)
-    merge_waits(merged.graph)
-    return merged
 
 
 def _captured(gm: fx.GraphModule, cost: Cost, links: Mapping[str, str] | None = None) -> Captured:

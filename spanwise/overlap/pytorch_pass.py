@@ -6,7 +6,6 @@ fx graph, costs ─► copy ─► torch._inductor.fx_passes.overlap_scheduling 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.engine import Timeline, simulate
-from spanwise.overlap.fx.capture import CaptureConfig, capture, relabel
+from spanwise.overlap.fx.capture import relabel
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.fx.operators import Cost, tensors_of
 
@@ -51,27 +50,22 @@ def pytorch_order(
     def estimate(node: fx.Node, size: int | None) -> float:
         return cost(node) if size is None else latency(node)
 
+    silenced = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # messages of the pass about its buckets
     try:
         if move:
             relabel(ours, torch.device("cpu"))
-        _warm_up(bucket)
-        with _groups(ranks), _quiet():
+        with _groups(ranks):
+            # Its imports take longer than the pass.
+            _torch.torch_overlap_pass(fx.symbolic_trace(torch.nn.Identity()), estimate, bucket=bucket)
             began = time.process_time()
             done = _torch.torch_overlap_pass(ours, estimate, bucket=bucket)
             seconds = time.process_time() - began
     finally:
+        logging.disable(silenced)
         if move:  # the copy shares its values with `gm`
             relabel(gm, devices[0])
     return simulate(to_dag(done, cost).dag), seconds
-
-
-@functools.cache
-def _warm_up(bucket: bool) -> None:
-    """Run the pass on a small graph: its imports take longer than the pass."""
-    config = CaptureConfig(layers=2, dim=64, heads=4, kv_heads=2, ffn=128, seq_len=32, dp=2, device="cpu")
-    small = capture(config)
-    with _groups({small.axes["dp"].name: (0, 1)}), _quiet():
-        _torch.torch_overlap_pass(small.forward, lambda node, size: 1.0, bucket=bucket)
 
 
 @contextmanager
@@ -95,14 +89,3 @@ def _groups(ranks: Mapping[str, Sequence[int]]) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the pass's messages about its buckets."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

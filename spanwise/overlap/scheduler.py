@@ -74,8 +74,7 @@ class State(NamedTuple):
 
     Attributes:
         clock: when each stream is free; compute, stream 0, is where the next node is issued.
-        numbers: nodes issued, the first position of the known order that is left, bytes alive now and at most, and
-            bytes that the budget would have to hold.
+        numbers: nodes issued, first position left of the known order, bytes alive now and at most, and bytes needed.
         last: of each storage, the index into `Known.touched` of the last position that is left.
         alive: bytes at the positions of the known order that are left.
     """

@@ -6,9 +6,8 @@
     4. all of that at each of a few budgets up to the given one, in turns; larger ones adopt what smaller ones find
     5. each best schedule with its collectives started earlier and waited for later
 
-The graph's own order is a candidate, so the result is never longer, unless its own peak exceeds the budget. What is
-tried at a budget depends on no larger one and on no later turn: more memory or more effort adds candidates and removes
-none. The same input gives the same order everywhere.
+The graph's own order is a candidate, so the result is never longer, unless its own peak exceeds the budget. More memory
+or more effort adds candidates and removes none. The same input gives the same order everywhere.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ OPTIMAL = 1.001  # of the lower bound: the search stops; docs/decisions.md, "Low
 # Nodes issued in all schedules of one budget together, and the fewest and most schedules.
 _ISSUED, FEWEST, _MOST = 50_000, 16, 500
 # Rules of list schedules; `Rule.ahead` is a share of the bound. Without the paced rule, a random step is 37 % longer.
-_EAGER, _PACED = Rule(), Rule(ahead=5 / 64)
 _GREEDY, _EARLY, _LATE = (Rule(queue, safely=False) for queue in (0.0, math.inf, -math.inf))
-_RULES, _RANDOM = (_EAGER, _GREEDY, _PACED, _LATE), (_GREEDY, _EARLY, _LATE)
+_RULES, _RANDOM = (Rule(), _GREEDY, Rule(ahead=5 / 64), _LATE), (_GREEDY, _EARLY, _LATE)
 # Budgets that are searched, in percent of the own order's peak; after these any memory. Orders that are made in little
 # memory are often short in more, too.
 _BUDGETS = (100, 110, 125, 150, 200)
@@ -125,8 +123,11 @@ def schedule(
         slower = Dag(tuple(nodes), dag.storages)
     floor = (bounds if slower is dag else lower_bounds(slower)).makespan
     best = _Best(dag, slower, before, budget, OPTIMAL * floor)
-    searches = [_Search(slower, best, floor)]
-    searches = [searches[0].within(rung) for rung in ([budget] if is_given else _budgets(own, budget))]
+    # Budgets up to the given one, ascending, and any memory after them; they depend on the own peak alone.
+    rungs = sorted({*(own * percent // 100 for percent in _BUDGETS), default_budget(own)})
+    allowed = [*(rung for rung in rungs if rung <= budget), *[math.inf] * (budget >= own * _BUDGETS[-1] // 100)]
+    first = _Search(slower, best, floor)
+    searches = [first.within(rung) for rung in ([budget] if is_given else allowed)]
     for _ in range(effort):
         smaller = None
         for search in searches:
@@ -138,12 +139,6 @@ def schedule(
             smaller = search
     found = before if best.order is before.order else simulate(dag, best.order.tolist())
     return Schedule(found, before, budget, bounds)
-
-
-def _budgets(own: int, budget: int) -> list[float]:
-    """Budgets up to the given one, ascending, and any memory after them; they depend on the own peak alone."""
-    found = sorted({*(own * percent // 100 for percent in _BUDGETS), default_budget(own)})
-    return [rung for rung in found if rung <= budget] + [math.inf] * (budget >= own * _BUDGETS[-1] // 100)
 
 
 _NOTHING = Run(math.inf, 0, 0, np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0))

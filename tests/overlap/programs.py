@@ -6,6 +6,8 @@ is one graph for four ranks, as 2 × 2, without races: nothing writes what is be
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from spanwise.overlap.costs.flops import node_flops
-from spanwise.overlap.fx.capture import Axis
-from spanwise.overlap.fx.operators import STARTS, tensors_of
+from spanwise.overlap.fx.capture import Axis, CaptureConfig, Graphs, capture
+from spanwise.overlap.fx.operators import MESSAGES, STARTS, tensors_of
 from tests.lockstep import Lockstep
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
@@ -29,6 +31,31 @@ AXES = [
 ]
 
 
+SMALL = CaptureConfig(
+    layers=1, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=28, vocab=24, dp=2, tp=2, device="cpu", dtype=torch.float64
+)
+
+
+@functools.cache
+def graphs_on(rank: int, config: CaptureConfig = SMALL) -> Graphs:
+    return capture(dataclasses.replace(config, rank=rank))
+
+
+def step(graphs: Sequence[Graphs]) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Inputs and outputs of both graphs of a captured step on all ranks."""
+    axes, given = [g.axes for g in graphs], []
+    for seed, g in enumerate(graphs):
+        draw = torch.Generator().manual_seed(seed)
+        values = [node.meta["val"] for node in g.forward.graph.find_nodes(op="placeholder")]
+        given.append([
+            torch.randn(v.shape, generator=draw).to(v.dtype) if v.dtype.is_floating_point
+            else torch.randint(SMALL.vocab or 1, v.shape, generator=draw) for v in values
+        ])  # fmt: skip
+    forward = Lockstep([g.forward for g in graphs], axes).run(given)
+    saved = [[*outputs[1:], torch.ones_like(outputs[0])] for outputs in forward]
+    return {"forward": (given, forward), "backward": (saved, Lockstep([g.backward for g in graphs], axes).run(saved))}
+
+
 def one(node: fx.Node) -> float:
     """A cost."""
     return 1.0
@@ -37,15 +64,15 @@ def one(node: fx.Node) -> float:
 class Cost:
     """A collective takes `ratio` of a matrix product, one with `slow` columns 10 of them, all else nearly nothing."""
 
-    def __init__(self, ratio: float = 0.6, slow: int = 0) -> None:
-        self.ratio, self.slow = ratio, slow
+    def __init__(self, ratio: float = 0.6, slow: int = 0, message: float | None = None) -> None:
+        self.ratio, self.slow, self.message = ratio, slow, ratio if message is None else message
 
     def uuid(self) -> str:
-        return f"ratio {self.ratio}, slow {self.slow}"
+        return f"ratio {self.ratio}, slow {self.slow}, message {self.message}"
 
     def __call__(self, node: fx.Node) -> float:
         if node.target in STARTS:
-            return self.ratio
+            return self.message if node.target in MESSAGES else self.ratio
         if not node_flops(node):
             return 0.01
         return 10.0 if tensors_of(node)[0].shape[-1] == self.slow else 1.0
@@ -72,17 +99,13 @@ def batch_norm(x: torch.Tensor, y: torch.Tensor) -> Any:
 
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add_": lambda x, y: x.add_(1),
-    "add_ other": lambda x, y: x.add_(y.sum()),
     "copy_": lambda x, y: x.copy_(y.mean().expand_as(x)),
-    "fill_": lambda x, y: x.fill_(2.0),
     "zero_ of rows": lambda x, y: x[: max(1, x.shape[0] // 2)].zero_() if x.dim() else x,
-    "masked_fill_": lambda x, y: x.masked_fill_(x > x.mean(), 0.5),
     "index_put_": lambda x, y: x.index_put_((torch.tensor([0]),), y.sum().to(x.dtype)) if x.dim() else x,
     "index_add_": lambda x, y: x.reshape(-1).index_add_(0, torch.tensor([0]), y.new_ones(1).to(x.dtype)),
     "transposed in place": lambda x, y: x.t_() if x.dim() == 2 and x.shape[0] == x.shape[1] else x,
     "unsqueezed in place": lambda x, y: x.unsqueeze_(0) if x.dim() < 3 else x.squeeze_(),
     "random in place": lambda x, y: x.uniform_(),
-    "drawn in place": lambda x, y: x.bernoulli_(0.5),
     "several in place": foreach,
     "out": lambda x, y: torch.mul(x, 0.5, out=torch.empty_like(x)),
     "out given": lambda x, y: torch.mul(y, 0.5, out=x) if x.shape == y.shape and x.dtype == y.dtype else None,
@@ -91,15 +114,12 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda x, y: x + y.sum(),
-    "mul": lambda x, y: x * 3,
     "flat view": lambda x, y: x.reshape(-1),
     "transposed": lambda x, y: x.t() if x.dim() == 2 else x,
     "rows": lambda x, y: x[: max(1, x.shape[0] // 2)] if x.dim() else x,
     "halves": lambda x, y: x.split(max(1, x.shape[0] // 2)) if x.dim() else x,
-    "parts": lambda x, y: x.chunk(2) if x.dim() else x,
     "unbound": lambda x, y: x.unbind()[:3] if x.dim() and x.shape[0] < 9 else x,
     "detach": lambda x, y: x.detach(),
-    "unsqueezed": lambda x, y: x.unsqueeze(0)[0],
     "expanded": lambda x, y: x.unsqueeze(0).expand(2, *x.shape),
     "strided": lambda x, y: square(x),
     "diagonal": lambda x, y: x.diagonal() if x.dim() > 1 else x,
@@ -109,27 +129,16 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "channels last": lambda x, y: (
         x.reshape(1, -1, 2, 2).contiguous(memory_format=torch.channels_last) if x.numel() % 4 == 0 else x
     ),
-    "channels last clone": lambda x, y: (
-        x.reshape(1, -1, 2, 2).clone(memory_format=torch.channels_last) if x.numel() % 4 == 0 else x
-    ),
     "same type": lambda x, y: x.to(x.dtype),
     "bfloat16": lambda x, y: x.to(torch.bfloat16),
     "float64": lambda x, y: x.to(torch.float64),
-    "float32": lambda x, y: x.to(torch.float32),
     "complex": lambda x, y: torch.complex(x.float(), x.float()).conj().imag.resolve_neg(),
     "random": lambda x, y: torch.rand_like(x),
     "dropped": lambda x, y: torch.native_dropout(x, 0.5, True),
     "sorted": lambda x, y: x.reshape(-1).sort(),
-    "largest": lambda x, y: x.float().max(0) if x.dim() else x,
-    "mean and variance": lambda x, y: torch.var_mean(x.reshape(-1), correction=0),
-    "norm": lambda x, y: torch.native_layer_norm(x, x.shape[-1:], None, None, 1e-5) if x.dim() else x,
-    "joined": lambda x, y: torch.cat([x.reshape(-1)[:9], y.reshape(-1)[:9].to(x.dtype)]),
     "stacked": lambda x, y: torch.stack([x, x]) if x.dim() < 3 else x,
     "made": lambda x, y: x.new_empty(x.shape).copy_(x),
-    "looked up": lambda x, y: x[torch.tensor([0])] if x.dim() else x,
     "several": lambda x, y: torch._foreach_add([x, y], 1.0),
-    "padded": lambda x, y: torch.nn.functional.pad(x, (0, 1)) if x.dim() else x,
-    "where": lambda x, y: torch.where(x > 0, x, torch.zeros_like(x)),
 }
 STATEMENTS = WRITES | READS
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce max", "all_reduce_", "all_to_all", "all_gather out",
@@ -144,27 +153,21 @@ def programs() -> st.SearchStrategy[Program]:
 def start(kind: str, x: torch.Tensor, group: str) -> list[torch.Tensor]:
     """Start a collective of two ranks on a contiguous tensor of at most 32 elements."""
     x = x.reshape(-1)[:32].contiguous()
-    if kind == "all_gather":
-        return [OPS.all_gather_into_tensor(x, 2, group)]
-    if kind == "all_gather out":
-        return [OPS.all_gather_into_tensor_out(x, 2, group, out=x.new_empty(2 * len(x)))]
-    if kind == "reduce_scatter":
-        return [OPS.reduce_scatter_tensor(torch.cat([x, x * 2]), "sum", 2, group)]
-    if kind == "all_reduce_":
-        return [OPS.all_reduce_(x.clone(), "sum", group)]
-    if kind == "broadcast":
-        return [OPS.broadcast(x, 0, group)]
-    if kind == "broadcast_":
-        return [OPS.broadcast_(x.clone(), 1, group)]
-    if kind == "all_reduce several":
-        return OPS.all_reduce_coalesced([x, x + 1], "sum", group)
-    if kind == "all_reduce_ several":
-        return OPS.all_reduce_coalesced_([x.clone(), x + 1], "sum", group)
-    if kind == "all_gather several":
-        return OPS.all_gather_into_tensor_coalesced([x, x * 2], 2, group)
-    if kind == "all_to_all":
-        return [OPS.all_to_all_single(torch.cat([x, -x]), [len(x)] * 2, [len(x)] * 2, group)]
-    return [OPS.all_reduce(x, "max" if kind.endswith("max") else "sum", group)]
+    found = {
+        "all_gather": lambda: OPS.all_gather_into_tensor(x, 2, group),
+        "all_gather out": lambda: OPS.all_gather_into_tensor_out(x, 2, group, out=x.new_empty(2 * len(x))),
+        "reduce_scatter": lambda: OPS.reduce_scatter_tensor(torch.cat([x, x * 2]), "sum", 2, group),
+        "all_reduce": lambda: OPS.all_reduce(x, "sum", group),
+        "all_reduce max": lambda: OPS.all_reduce(x, "max", group),
+        "all_reduce_": lambda: OPS.all_reduce_(x.clone(), "sum", group),
+        "broadcast": lambda: OPS.broadcast(x, 0, group),
+        "broadcast_": lambda: OPS.broadcast_(x.clone(), 1, group),
+        "all_reduce several": lambda: OPS.all_reduce_coalesced([x, x + 1], "sum", group),
+        "all_reduce_ several": lambda: OPS.all_reduce_coalesced_([x.clone(), x + 1], "sum", group),
+        "all_gather several": lambda: OPS.all_gather_into_tensor_coalesced([x, x * 2], 2, group),
+        "all_to_all": lambda: OPS.all_to_all_single(torch.cat([x, -x]), [len(x)] * 2, [len(x)] * 2, group),
+    }[kind]()
+    return [found] if isinstance(found, torch.Tensor) else found
 
 
 def traced(program: Program, mode: str = "fake") -> tuple[fx.GraphModule, list[list[torch.Tensor]]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,12 +24,12 @@ from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes
 from spanwise.overlap.dag import GraphError
-from spanwise.overlap.fx.capture import CaptureConfig, capture
+from spanwise.overlap.fx.capture import capture
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
-from tests.overlap.test_capture import attention_of, causal_plan
+from tests.overlap.test_capture import TINY, attention_of, causal_plan
 
-OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
+OPS, ATEN, SDPA = torch.ops._c10d_functional, torch.ops.aten, F.scaled_dot_product_attention
 HOST = 8
 HARDWARE = Hardware(
     "round figures", attention_flops=1e12, attention_backward_flops=5e11, matmul_flops=2e12, memory_bandwidth=1e9,
@@ -136,7 +137,7 @@ def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
 
 @pytest.mark.compiles
 def test_captured_attention_costs_what_the_plan_says(tmp_path: Path) -> None:
-    config = dataclasses.replace(STEP, layers=1, cp=2, tp=1, dtype=torch.bfloat16)
+    config = dataclasses.replace(TINY, dp=2, cp=2, dtype=torch.bfloat16)
     plan = causal_plan(config)
     for rank, area in enumerate(plan.work()):
         graphs = capture(dataclasses.replace(config, rank=rank), attention_of(plan, []))
@@ -166,21 +167,22 @@ def test_the_roofline_is_the_larger_of_two() -> None:
         CostModel(HARDWARE, rates={torch.float32: 0})
 
 
+X = empty(4)
+BYTES = [
+    ((ATEN.add.Tensor, empty(4, 4), empty(4, 4)), 3 * 64), ((ATEN.mm.default, empty(3, 5), empty(5, 7)), 4 * 71),
+    ((ATEN.add_.Tensor, X, empty(4)), 3 * 16), ((ATEN.copy_.default, X, empty(4)), 2 * 16),
+    ((ATEN.fill_.Scalar, X, 1.0), 16), ((ATEN.full_like.default, X, 1.0), 16),
+    ((ATEN.embedding.default, empty(1000, 8), torch.zeros(3, dtype=torch.int64)), 24 + 2 * 96),
+    ((ATEN.sum.default, empty(8).expand(1000, 8)), 32 + 4),  # in memory once
+]  # fmt: skip
+
+
 def test_bytes_by_hand() -> None:
-    assert node_bytes(node(ATEN.add.Tensor, empty(4, 4), empty(4, 4))) == 3 * 64
-    assert node_bytes(node(ATEN.mm.default, empty(3, 5), empty(5, 7))) == 4 * (15 + 35 + 21)
+    assert [node_bytes(node(*call)) for call, _ in BYTES] == [num_bytes for _, num_bytes in BYTES]
     assert node_bytes(node(ATEN._to_copy.default, empty(8), dtype=torch.bfloat16)) == 32 + 16
-    assert node_bytes(node(ATEN.add_.Tensor, empty(4), empty(4))) == 3 * 16
-    assert node_bytes(node(ATEN.copy_.default, empty(4), empty(4))) == 2 * 16
-    assert node_bytes(node(ATEN.fill_.Scalar, empty(4), 1.0)) == 16
-    assert node_bytes(node(ATEN.full_like.default, empty(4), 1.0)) == 16
-    assert node_bytes(node(ATEN.embedding.default, empty(1000, 8), torch.zeros(3, dtype=torch.int64))) == 24 + 2 * 96
-    assert node_bytes(node(ATEN.sum.default, empty(8).expand(1000, 8))) == 32 + 4  # in memory once
-    lists = fx.Graph()
-    x, y = lists.placeholder("x"), lists.placeholder("y")
-    x.meta["val"], y.meta["val"] = empty(4), empty(8)
-    foreach = lists.call_function(ATEN._foreach_add_.Scalar, ([x, y], 1))
-    assert node_bytes(foreach) == 2 * 48
+    of_two = called(ATEN._foreach_add_.Scalar, {"x": X, "y": empty(8)}, 1, val=None)
+    of_two.args = (list(of_two.args[:2]), 1)
+    assert node_bytes(of_two) == 2 * 48
 
 
 def test_what_does_not_run_takes_no_time() -> None:
@@ -192,31 +194,23 @@ def test_what_does_not_run_takes_no_time() -> None:
     assert model(node(ATEN.sin.default, x)) > 0
 
 
-def chain(function: Callable[..., Any], *values: torch.Tensor) -> tuple[dict[str, int], dict[str, int]]:
-    gm = make_fx(function, tracing_mode="fake")(*values)
-    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
-    return {n.name: node_bytes(n) for n in calls}, {n.name: node_bytes(n, fuse=False) for n in calls}
+CHAINS: list[tuple[Callable[..., Any], dict[str, int]]] = [
+    (lambda x: (x.sin() * 2).cos() @ x, {"sin": 64, "mul": 0, "cos": 64, "mm": 3 * 64}),
+    (lambda x: (lambda y: (y.sin(), y.cos()))(x * 2), {"mul": 128, "sin": 128, "cos": 128}),  # two readers
+    (lambda x: (x.sin() @ x).cos(), {"sin": 128, "mm": 3 * 64, "cos": 128}),  # for a product, or returned
+    (lambda x: x.sin().view(16).to(torch.bfloat16), {"sin": 64, "view": 0, "_to_copy": 32}),  # through a view, and cast
+    (lambda x: torch.full_like(x, 2.0) * x, {"full_like": 0, "mul": 128}),  # a constant is made where it is read
+    (lambda x: x.clone().add_(1).sin(), {"clone": 64, "add_": 64, "sin": 128}),  # what writes an argument counts it
+]
 
 
 def test_pointwise_chains_are_one_kernel() -> None:
-    fused, apart = chain(lambda x, y: (x.sin() * y).cos() @ y, empty(4, 4), empty(4, 4))
-    assert fused == {"sin": 64, "mul": 64, "cos": 64, "mm": 3 * 64}
-    assert apart == {"sin": 128, "mul": 192, "cos": 128, "mm": 3 * 64}
-    # Two readers: it is written, and read.
-    fused, _ = chain(lambda x: (lambda y: (y.sin(), y.cos()))(x * 2), empty(4, 4))
-    assert fused == {"mul": 128, "sin": 128, "cos": 128}
-    # Written for a product, or because it is returned.
-    fused, _ = chain(lambda x: (x.sin() @ x).cos(), empty(4, 4))
-    assert fused == {"sin": 128, "mm": 3 * 64, "cos": 128}
-    # Through a view, and cast.
-    fused, _ = chain(lambda x: x.sin().view(16).to(torch.bfloat16), empty(4, 4))
-    assert fused == {"sin": 64, "view": 0, "_to_copy": 32}
-    # A constant is made where it is read.
-    fused, _ = chain(lambda x: torch.full_like(x, 2.0) * x, empty(4, 4))
-    assert fused == {"full_like": 0, "mul": 128}
-    # Operators that write an argument count it.
-    fused, _ = chain(lambda x: x.clone().add_(1).sin(), empty(4, 4))
-    assert fused["add_"] == 64 and fused["sin"] == 128
+    for function, expected in CHAINS:
+        gm = make_fx(function, tracing_mode="fake")(empty(4, 4))
+        assert {n.name: node_bytes(n) for n in gm.graph.nodes if n.op == "call_function"} == expected
+    gm = make_fx(lambda x: (x.sin() * x).cos(), tracing_mode="fake")(empty(4, 4))
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert [node_bytes(n, fuse=False) for n in calls] == [128, 192, 128]
 
 
 def collective(kind: str, ranks: tuple[int, ...], shard: int = 1000) -> float:
@@ -256,14 +250,11 @@ def test_groups_from_the_first_rank_cost_what_the_planner_says(num_ranks: int) -
     assert collective("all_to_all", ranks) == pytest.approx(HARDWARE.all_to_all_seconds(pairs))
 
 
-def test_ranks_of_a_host_share_its_way_out() -> None:
+def test_ranks_of_a_host_share_its_way_out_and_backends_may_move_more() -> None:
     two_each = (0, 1, 8, 9, 16, 17, 24, 25)
     # Six shards from outside, through two ranks; inside, the neighbour's and its half of those.
     assert collective("all_gather", two_each) == pytest.approx(1e-2 + 3 * 4000 / 1e8)
     assert collective("all_to_all", two_each) == pytest.approx(1e-2 + 6 * 4000 / 1e8)
-
-
-def test_backends_may_move_more() -> None:
     wired = dataclasses.replace(HARDWARE, wire=(("all_gather", 2.0),))
     gather = node(OPS.all_gather_into_tensor.default, empty(400), 4, "g")
     assert CostModel(wired, ranks={"g": INSIDE})(gather) == pytest.approx(1 + 3 * 3200 / 1e9 * 1e3)
@@ -295,11 +286,6 @@ def test_merged_collectives_pay_latency_once(kind: str, ranks: tuple[int, ...]) 
     assert CostModel(HARDWARE, ranks={"g": (3,)}).merged(calls) == 0
 
 
-STEP = CaptureConfig(
-    layers=2, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, batch=2, dp=2, tp=2, device="cpu", dtype=torch.float32
-)
-
-
 def test_costs_that_users_pass() -> None:
     gm = make_fx(lambda x: x.sin().cos(), tracing_mode="fake")(empty(4))
     assert [n.ms for n in to_dag(gm, as_cost({"sin": 2.0, "cos": 3})).dag.nodes] == [2, 3]
@@ -309,3 +295,48 @@ def test_costs_that_users_pass() -> None:
     assert [n.ms for n in to_dag(gm, as_cost(lambda n: len(n.name))).dag.nodes] == [3, 3]
     with pytest.raises(ValueError, match="got 3"):
         as_cost(3)  # type: ignore[arg-type]
+
+
+# What is multiplied, and how often, with the FLOPs of a multiplication and an addition each.
+PRODUCTS: list[tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int]] = [
+    (torch.matmul, ((3, 5), (2, 5, 7)), 2 * 3 * 5 * 7),
+    (torch.matmul, ((5,), (5,)), 0),
+    (F.linear, ((4, 3, 5), (7, 5), (7,)), 12 * 5 * 7),
+    (lambda x, w: F.conv1d(x, w, dilation=2), ((2, 3, 9), (4, 3, 3)), 2 * 4 * 5 * 9),
+    (lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1, groups=2), ((2, 6, 8, 8), (4, 3, 3, 3), (4,)), 2 * 64 * 27),
+    (lambda x, w: F.conv_transpose2d(x, w, stride=2, groups=2), ((2, 6, 5, 5), (6, 2, 3, 3)), 2 * 6 * 25 * 18),
+    (lambda x, y, z: torch.einsum("ij,jk,kl->il", x, y, z), ((3, 5), (5, 7), (7, 2)), 3 * 7 * (5 + 2)),
+    (lambda *x: torch.linalg.multi_dot(x), ((3, 9), (9, 7), (7, 2)), 9 * 7 * 2 + 3 * 9 * 2),
+    (SDPA, ((4, 9, 8), (4, 6, 8), (4, 6, 3)), 4 * 54 * 11),
+    (lambda q, k: SDPA(q, k, k, is_causal=True), ((2, 4, 9, 8), (2, 4, 9, 8)), 8 * 45 * 16),
+    (lambda q, k: SDPA(q, k, k, enable_gqa=True), ((2, 4, 9, 8), (2, 2, 6, 8)), 8 * 54 * 16),
+    (lambda x: F.layer_norm(x.softmax(-1), (5,)), ((3, 5),), 0),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes", "products"), PRODUCTS)
+def test_flops_of_a_composite_are_those_of_what_it_multiplies(
+    function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], products: int
+) -> None:
+    gm = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*map(torch.randn, shapes))
+    assert sum(node_flops(n) for n in gm.graph.nodes if n.op == "call_function") == 2 * products
+
+
+def test_operators_are_run_without_contents_and_not_if_they_communicate() -> None:
+    seen: list[str] = []
+
+    def twice(x: torch.Tensor, y: torch.Tensor, name: str = "") -> torch.Tensor:
+        seen.append(x.device.type)
+        return (x @ y) @ y
+
+    library = torch.library.Library("spanwise_flops", "DEF")
+    for schema in ("twice(Tensor x, Tensor y) -> Tensor", "talks(Tensor x, Tensor y, str group_name) -> Tensor"):
+        library.define(schema)
+        library.impl(schema[:5], twice, "CompositeImplicitAutograd")
+    ops, x, before = torch.ops.spanwise_flops, torch.zeros(6, 6), torch.get_rng_state()
+    assert node_flops(called(ops.twice.default, {"x": x, "y": x}, val=x)) == 2 * 2 * 6**3 and seen == ["meta"]
+    assert node_flops(called(ops.talks.default, {"x": x, "y": x}, "g", val=x)) == 0 and len(seen) == 1
+    # Writes have no effect; operators that read contents or draw random numbers have 0 FLOPs and draw nothing.
+    for op, *rest in ((ATEN.fill_diagonal_.default, 1.0), (ATEN.item.default,), (ATEN.dropout.default, 0.5, True)):
+        assert node_flops(called(op, {"x": x}, *rest, val=x)) == 0 and not x.any()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,15 +19,6 @@ from spanwise.overlap.fx.graph import Captured, to_dag
 from tests.overlap.programs import one
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
-
-
-@pytest.fixture
-def groups() -> Iterator[dict[str, str]]:
-    dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=8)
-    try:
-        yield {name: _torch.group_name(dist.new_group(ranks)) for name, ranks in {"tp": [0, 1], "dp": [0, 2]}.items()}
-    finally:
-        dist.destroy_process_group()
 
 
 def deps(captured: Captured, name: str) -> set[str]:
@@ -71,21 +61,21 @@ def by_hand(build: Callable[[fx.Graph, fx.Node], Any], shape: tuple[int, ...] = 
 Expected = dict[str, set[str]]
 
 
-def operand_written(x: torch.Tensor, tp: str) -> Any:
+def operand_written(x: torch.Tensor) -> Any:
     y = x * 2
-    gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(y, 2, tp))
+    gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(y, 2, "tp"))
     y.add_(1)
     return gathered.sum(), y
 
 
-def batch_norm(x: torch.Tensor, tp: str) -> Any:
+def batch_norm(x: torch.Tensor) -> Any:
     mean, var = x[0].clone(), x[1].clone()
     before = mean * 2
     y = ATEN.native_batch_norm(x, None, None, mean, var, True, 0.1, 1e-5)[0]
     return before, y, mean + 1, var + 1
 
 
-def copied_in(x: torch.Tensor, tp: str) -> Any:
+def copied_in(x: torch.Tensor) -> Any:
     import torch._inductor.fx_passes.bucketing  # registers operators
 
     buffer, out = x.new_zeros(32), x.new_zeros(2, 4)
@@ -94,26 +84,26 @@ def copied_in(x: torch.Tensor, tp: str) -> Any:
     return buffer + 1, torch.ops.bucketing._pre_bucket_reduce_scatter([x[0], x[1]], 2) * 2, out - 1, x.sin()
 
 
-def random_branch(x: torch.Tensor, tp: str) -> Any:
+def random_branch(x: torch.Tensor) -> Any:
     before = torch.rand_like(x)
     return before, torch.cond(x.sum() > 0, torch.rand_like, torch.cos, (x,)), torch.randn_like(x)
 
 
-def compared(x: torch.Tensor, tp: str) -> Any:
+def compared(x: torch.Tensor) -> Any:
     results, digest = [], torch.zeros(16, dtype=torch.uint8)
     for call in range(2):
-        torch.ops.spanwise.compare_call(digest, tp, [0, 1], f"call {call}", "", [1], [])
-        results.append(OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, tp)).sin())
+        torch.ops.spanwise.compare_call(digest, "tp", [0, 1], f"call {call}", "", [1], [])
+        results.append(OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "tp")).sin())
     return results
 
 
-def waits_for_another_graph(x: torch.Tensor, tp: str) -> Any:
+def waits_for_another_graph(x: torch.Tensor) -> Any:
     y = x + 1
-    begun = OPS.all_gather_into_tensor(y.sin(), 2, tp)
+    begun = OPS.all_gather_into_tensor(y.sin(), 2, "tp")
     return OPS.wait_tensor(x) * 2, OPS.wait_tensor(begun), y.cos()
 
 
-FOLLOWS: list[tuple[Callable[[torch.Tensor, str], Any], Expected]] = [
+FOLLOWS: list[tuple[Callable[[torch.Tensor], Any], Expected]] = [
     (operand_written, {"add_": {"wait_tensor"}}),
     (batch_norm, {"native_batch_norm": {"mul"}, "add": {"native_batch_norm"}, "add_1": {"native_batch_norm"}}),
     (copied_in, {"add": {"all_gather_copy_in"}, "sub": {"chunk_cat"}, "mul": {"_pre_bucket_reduce_scatter"}}),
@@ -131,11 +121,8 @@ APART = {
 
 
 @pytest.mark.parametrize(("function", "expected"), FOLLOWS, ids=lambda value: getattr(value, "__name__", ""))
-def test_nodes_follow_what_they_must(
-    groups: dict[str, str], function: Callable[[torch.Tensor, str], Any], expected: Expected
-) -> None:
-    gm = make_fx(lambda x: function(x, groups["tp"]), tracing_mode="fake")(torch.randn(4, 4))
-    captured = to_dag(gm, one)
+def test_nodes_follow_what_they_must(function: Callable[[torch.Tensor], Any], expected: Expected) -> None:
+    captured = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one)
     for name, before in expected.items():
         assert before <= deps(captured, name), name
     for later, earlier in APART.get(function.__name__, ()):
@@ -144,9 +131,9 @@ def test_nodes_follow_what_they_must(
     assert len(captured.outside_waits) == (function is waits_for_another_graph)
 
 
-def test_a_collective_without_a_wait_keeps_its_memory(groups: dict[str, str]) -> None:
+def test_a_collective_without_a_wait_keeps_its_memory() -> None:
     def function(x: torch.Tensor) -> Any:
-        return OPS.all_gather_into_tensor(x * 2, 2, groups["tp"]), x + 1, x + 2
+        return OPS.all_gather_into_tensor(x * 2, 2, "tp"), x + 1, x + 2
 
     operand, gathered, *_ = to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4, 4)), one).dag.storages
     assert operand.kept and gathered.kept  # whichever node comes last
@@ -258,7 +245,7 @@ def test_triton_kernels_write_what_they_are_given_and_nothing_else() -> None:
     assert [pointers.nodes[i].name for i in pointers.barriers] == ["triton_kernel_wrapper_mutation"]
 
 
-def test_subgraphs_are_looked_into(groups: dict[str, str]) -> None:
+def test_subgraphs_are_looked_into() -> None:
     def branches(inner: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
         def function(x: torch.Tensor) -> Any:
             return x.sin(), torch.cond(x.sum() > 0, inner, lambda y: y * 2, (x,))
@@ -266,7 +253,7 @@ def test_subgraphs_are_looked_into(groups: dict[str, str]) -> None:
         return to_dag(make_fx(function, tracing_mode="fake")(torch.randn(4)), one)
 
     assert branches(lambda y: y + 1).barriers == ()
-    assert len(branches(lambda y: OPS.wait_tensor(OPS.all_reduce(y, "sum", groups["tp"]))).barriers) == 1
+    assert len(branches(lambda y: OPS.wait_tensor(OPS.all_reduce(y, "sum", "tp"))).barriers) == 1
 
 
 def test_errors_name_the_node() -> None:

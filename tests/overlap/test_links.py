@@ -32,7 +32,7 @@ def test_groups_of_one_link_run_one_after_the_other() -> None:
     timeline = simulate(together)
     assert timeline.makespan == lower_bounds(together).makespan == schedule(together).timeline.makespan == 6.0
     assert timeline.begin[1] == timeline.end[0] == 2.0
-    assert reasons(timeline)[1].parts[Why.STREAM] == pytest.approx(2.0)
+    assert reasons(timeline)[1].moves[Why.STREAM].hides == pytest.approx(2.0)
     one = apart.with_links({"tp": "card"})
     assert one.streams == ("card", "dp") and simulate(one).makespan == 4.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -19,24 +18,16 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from spanwise import H100, overlap
 from spanwise.overlap import _torch
 from spanwise.overlap.dag import GraphError
-from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
+from spanwise.overlap.fx.capture import Graphs
 from spanwise.overlap.fx.graph import to_dag
 from tests.lockstep import Lockstep
-from tests.overlap.programs import Program, one, programs, run, same, traced
+from tests.overlap.programs import SMALL, Cost, Program, graphs_on, one, programs, run, same, step, traced
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
-SMALL = CaptureConfig(
-    layers=1, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=16, batch=2, vocab=24, dp=2, tp=2, device="cpu"
-)
 
 
 def model_cost(graphs: Graphs) -> overlap.CostModel:
     return overlap.CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
-
-
-@functools.cache
-def captured(rank: int, device: str = "cpu") -> Graphs:
-    return capture(dataclasses.replace(SMALL, rank=rank, device=device))
 
 
 def state(gm: fx.GraphModule) -> Any:
@@ -45,40 +36,22 @@ def state(gm: fx.GraphModule) -> Any:
     return nodes, gm.code, dict(gm.meta), list(gm.__dict__)
 
 
-def inputs_of(gm: fx.GraphModule, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    values = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-    return [
-        torch.randn(v.shape, generator=generator, dtype=torch.float32).to(v.dtype)
-        if v.dtype.is_floating_point
-        else torch.randint(0, SMALL.vocab or 1, v.shape, generator=generator, dtype=v.dtype)
-        for v in values
-    ]
-
-
-def test_all_ranks_graphs_give_the_same_bits() -> None:
-    graphs = [captured(rank) for rank in range(SMALL.num_ranks)]
-    results = {
-        name: [overlap.optimize(getattr(g, name), model_cost(g), effort=2) for g in graphs]
-        for name in ("forward", "backward")
-    }
-    axes = [g.axes for g in graphs]
-    given = [inputs_of(g.forward, seed) for seed, g in enumerate(graphs)]
-    forward = Lockstep([g.forward for g in graphs], axes).run(given)
-    saved = [[*outputs[1:], torch.ones_like(outputs[0])] for outputs in forward]
-    backward = Lockstep([g.backward for g in graphs], axes).run(saved)
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_all_ranks_graphs_give_the_same_bits(which: str) -> None:
+    graphs = [graphs_on(rank) for rank in range(SMALL.num_ranks)]
+    results = [overlap.optimize(getattr(g, which), model_cost(g), effort=2) for g in graphs]
+    feed, expected = step(graphs)[which]
     for late in (False, True):
         # Nodes have the same names on all ranks, in the same order: Lockstep sees to it.
-        for name, feed, expected in (("forward", given, forward), ("backward", saved, backward)):
-            found = Lockstep([result.graph_module for result in results[name]], axes, late=late).run(feed)
-            for of_rank, of_expected in zip(found, expected, strict=True):
-                same(of_rank, of_expected)
-    assert all(len(r.timeline.dag.starts) < len(r.before.dag.starts) for r in results["backward"])
-    assert len({tuple(result.timeline.order.tolist()) for result in results["backward"]}) == 1
+        found = Lockstep([result.graph_module for result in results], [g.axes for g in graphs], late=late).run(feed)
+        for of_rank, of_expected in zip(found, expected, strict=True):
+            same(of_rank, of_expected)
+    assert all(len(r.timeline.dag.starts) < len(r.before.dag.starts) for r in results)
+    assert len({tuple(result.timeline.order.tolist()) for result in results}) == 1
 
 
 def test_the_new_graph_is_what_the_timeline_says_and_the_given_one_is_left() -> None:
-    graphs = captured(0, "cuda")
+    graphs = graphs_on(0, dataclasses.replace(SMALL, device="cuda"))
     for gm in (graphs.forward, graphs.backward):
         before, cost = state(gm), model_cost(graphs)
         result = overlap.optimize(gm, cost)
@@ -100,10 +73,6 @@ def test_the_new_graph_is_what_the_timeline_says_and_the_given_one_is_left() -> 
         assert all("val" in node.meta for node in new.graph.nodes if node.op.startswith("call_"))
         inputs, others = ([n.name for n in of.graph.find_nodes(op="placeholder")] for of in (gm, new))
         assert inputs == others
-
-
-def costs(node: fx.Node) -> float:
-    return 4.0 if node.target in (OPS.all_gather_into_tensor.default, OPS.all_reduce.default) else 1.0
 
 
 def made(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
@@ -165,17 +134,17 @@ def test_sizes_stand_for_symbols() -> None:
 
 def test_what_no_graph_allows_is_refused() -> None:
     gm = made(gathered, torch.ones(4, 4))
-    peak = overlap.simulate(gm, costs).peak_bytes
-    assert overlap.optimize(gm, costs, memory_budget=peak).timeline.peak_bytes <= peak
+    peak = overlap.simulate(gm, Cost()).peak_bytes
+    assert overlap.optimize(gm, Cost(), memory_budget=peak).timeline.peak_bytes <= peak
     before = state(gm)
     wrong: list[tuple[str, Any]] = [(name, x) for name in ("memory_budget", "effort") for x in (math.nan, 2**63, True)]
     wrong += [("multiplier", 0), ("multiplier", "2"), ("effort", 1.5), ("bucket", "no"), ("split", "no")]
     for name, value in (*wrong, ("memory_budget", 16)):
         with pytest.raises(ValueError, match=f"{name} must be|takes 16 bytes at its peak"):
-            overlap.optimize(gm, costs, **{name: value})
+            overlap.optimize(gm, Cost(), **{name: value})
     for function in (overlap.optimize, overlap.simulate, overlap.lower_bound):
         with pytest.raises(TypeError, match=r"expected an fx\.GraphModule of ATen operators, got"):
-            function(gathered, costs)  # type: ignore[arg-type]
+            function(gathered, Cost())  # type: ignore[arg-type]
     assert state(gm) == before
 
 
@@ -214,7 +183,7 @@ def test_random_graphs_give_the_same_bits_on_all_ranks(
 
 
 def test_buckets_are_priced_by_the_cost() -> None:
-    gm, model = captured(0).backward, model_cost(captured(0))
+    gm, model = graphs_on(0).backward, model_cost(graphs_on(0))
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     table = {node.name: model(node) for node in nodes}
     for cost in (model, table):

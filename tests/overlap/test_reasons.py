@@ -57,7 +57,8 @@ def test_each_change_hides_what_it_says(dag: Dag, data: st.DataObject) -> None:
         start: ms for start, ms in timeline.exposed.items() if ms > 0
     }
     for start, reason in found.items():
-        assert sum(reason.parts.values()) == pytest.approx(reason.exposed) and min(reason.parts.values()) > 0
+        parts = [move.hides for move in reason.moves.values()]
+        assert sum(parts) == pytest.approx(reason.exposed) and min(parts) > 0
 
         def changed(
             why: Why, order: list[int], at: int = start, exposed: float = reason.exposed, **facts: object
@@ -89,19 +90,3 @@ def test_each_change_hides_what_it_says(dag: Dag, data: st.DataObject) -> None:
                     and order.peak_bytes <= limit
                     for order in (simulate(dag, order) for order in orders(dag))
                 )
-
-
-@given(dags())
-def test_independent_compute_by_hand(dag: Dag) -> None:
-    below: list[set[int]] = []  # what each node depends on
-    for node in dag.nodes:
-        below.append(set(node.deps).union(*(below[dep] for dep in node.deps)))
-    waits = {node.start: i for i, node in enumerate(dag.nodes) if node.kind == W}
-    for start, ms in Reach(dag).independent(compute_of(dag)).items():
-        wait = waits.get(start)
-        free = [
-            node.ms
-            for i, node in enumerate(dag.nodes)
-            if node.kind == C and i not in below[start] and (wait is None or wait not in below[i])
-        ]
-        assert ms == pytest.approx(sum(free))

@@ -15,7 +15,6 @@ from spanwise.hardware import CPU_HOST
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.measure import measure
 from spanwise.overlap.costs.roofline import CostModel
-from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.optimize import optimize, simulate
 from tests.ranks.gloo import GlooPool
 
@@ -45,51 +44,31 @@ class Clock:
     def __call__(self, node: fx.Node, call: Callable[[], Any]) -> float:
         call()
         self.calls += 1
-        even = self.calls % 2 == 0
-        return 100.0 * self.calls + (self.rank if even else 10 - self.rank)
-
-
-def by_rank(rank: int, mesh: DeviceMesh) -> Any:
-    gm, clock = step(_torch.group_name(mesh.get_group()), mesh.size()), Clock(rank)
-    measured = measure(gm, timer=clock)
-    return dict(measured.table), measured.uuid(), clock.calls
-
-
-def test_ranks_that_measure_different_times_have_one_table(gloo_pool: GlooPool) -> None:
-    first, second = gloo_pool.run(2, by_rank)
-    assert first == second
-    table, _, calls = first
-    # Odd ones took rank 0 longer, even ones rank 1.
-    assert sorted(table.values()) == [100 * i + (1 if i % 2 == 0 else 10) for i in range(1, calls + 1)]
+        return 100.0 * self.calls + (10 - self.rank if self.calls % 2 else self.rank)
 
 
 def clocked(rank: int, mesh: DeviceMesh) -> Any:
-    tp = mesh["tp"]
-    gm = step(_torch.group_name(tp.get_group()), tp.size())
-    dp = step(_torch.group_name(mesh["dp"].get_group()), 2)
-    measured = [measure(x, repeats=3) for x in (gm, dp)]
-    captured = to_dag(gm, measured[0])
-    starts = [node for node in captured.nodes if node.target is OPS.all_gather_into_tensor.default]
-    separate, merged = sum(map(measured[0], starts)), measured[0].merged(starts)
-    result = optimize(gm, measured[0])
-    again = simulate(result.graph_module, measured[0])
-    assert again.makespan == pytest.approx(result.timeline.makespan)
-    return [dict(m.table) for m in measured], list(map(int, result.timeline.order)), (separate, merged)
+    groups = [_torch.group_name(mesh[axis].get_group()) for axis in ("tp", "dp")]
+    gm, *_ = graphs = [step(name, 2) for name in groups]
+    measured, *_ = tables = [measure(x, repeats=3) for x in graphs]
+    starts = [node for node in gm.graph.nodes if node.target is OPS.all_gather_into_tensor.default]
+    result = optimize(gm, measured)
+    assert 0 < measured.merged(starts) <= sum(map(measured, starts))
+    assert simulate(result.graph_module, measured).makespan == pytest.approx(result.timeline.makespan)
+    return [dict(m.table) for m in tables], result.timeline.order.tolist()
 
 
 def test_collectives_run_on_their_own_groups(gloo_pool: GlooPool) -> None:
     results = gloo_pool.run(4, clocked, mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
     assert all(result == results[0] for result in results[1:])
-    (tp, dp), order, (separate, merged) = results[0]
-    assert len([key for key in tp if key.endswith("over +0, +1")]) == 3
-    assert len([key for key in dp if key.endswith("over +0, +2")]) == 3
-    assert all(ms > 0 for ms in (*tp.values(), *dp.values())) and len(order) > 10
-    assert 0 < merged <= separate
+    for table, ranks in zip(results[0][0], ("+0, +1", "+0, +2"), strict=True):
+        assert len([key for key in table if key.endswith(f"over {ranks}")]) == 3 and min(table.values()) > 0
 
 
-def told_by_one(rank: int, mesh: DeviceMesh) -> list[Any]:
-    """What ranks say where rank 1 has a time that is none, or a collective more."""
-    name = _torch.group_name(mesh.get_group())
+def by_rank(rank: int, mesh: DeviceMesh) -> Any:
+    """Measured by all; where rank 1 has a time that is none; and where it has a collective more."""
+    name, clock = _torch.group_name(mesh.get_group()), Clock(rank)
+    same = measure(step(name, 2), timer=clock)
 
     def broken(node: fx.Node, call: Callable[[], Any]) -> float:
         return float("nan") if rank == 1 and node.name == "mm" else 1.0
@@ -100,10 +79,12 @@ def told_by_one(rank: int, mesh: DeviceMesh) -> list[Any]:
     measured = measure(more, fallback=CostModel(CPU_HOST), timer=Clock(rank))
     with pytest.raises(ValueError, match="node 'all_reduce': it cannot be measured"):
         measure(more, timer=Clock(rank))
-    return [dict(measured.table), list(measured.left_out)]
+    return dict(same.table), same.uuid(), clock.calls, dict(measured.table), list(measured.left_out)
 
 
-def test_an_error_of_one_rank_is_an_error_of_all(gloo_pool: GlooPool) -> None:
-    first, second = gloo_pool.run(2, told_by_one)
-    assert first[0] == second[0]
-    assert (first[1], second[1]) == ([], ["all_reduce"])  # what only one rank would run is not run
+def test_ranks_have_one_table_and_an_error_of_one_is_an_error_of_all(gloo_pool: GlooPool) -> None:
+    first, second = gloo_pool.run(2, by_rank)
+    assert first[:4] == second[:4]
+    # Odd ones took rank 0 longer, even ones rank 1.
+    assert sorted(first[0].values()) == [100 * i + (10 if i % 2 else 1) for i in range(1, first[2] + 1)]
+    assert (first[4], second[4]) == ([], ["all_reduce"])  # what only one rank would run is not run

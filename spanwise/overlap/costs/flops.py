@@ -105,17 +105,17 @@ def _composite_flops(node: fx.Node) -> float:
     known = traits(node)
     if known.role is not Role.COMPUTE or known.is_alias:  # views and casts; and communication must not run
         return 0.0
-    args, kwargs = _torch.tree_map(_on_meta, fx.node.map_arg((node.args, dict(node.kwargs)), _value))
+
+    def value(arg: fx.Node) -> Any:
+        return attribute(arg) if arg.op == "get_attr" and "val" not in arg.meta else arg.meta.get("val")
+
+    args, kwargs = _torch.tree_map(_on_meta, fx.node.map_arg((node.args, dict(node.kwargs)), value))
     try:
         with _torch.without_modes(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception:  # an operator may raise anything
         return 0.0
     return float(counter.get_total_flops())
-
-
-def _value(arg: fx.Node) -> Any:
-    return attribute(arg) if arg.op == "get_attr" and "val" not in arg.meta else arg.meta.get("val")
 
 
 def _on_meta(value: Any) -> Any:

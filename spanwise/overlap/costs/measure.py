@@ -2,21 +2,19 @@
 
     fx graph ─► jobs of different signature ─► timing, on every rank ─► one table for all ranks ─► Measured ─► to_dag
 
-Ranks that schedule by different costs may start collectives in different orders. So all ranks use one table: the
-largest time of any rank, because a step is as fast as its slowest rank. A node that a rank cannot run is an error on
-all ranks, or a model prices it.
+Ranks that schedule by different costs may start collectives in different orders, so all ranks use one table: the
+largest time of any rank. A node that a rank cannot run is an error on all ranks, or a model prices it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from torch import fx
 from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import as_cost, node_bytes, ranks_of
-from spanwise.overlap.costs.timing import calls, milliseconds, trial, why_not
+from spanwise.overlap.costs.timing import Call, calls, milliseconds, trial, why_not
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.operators import STARTS, Cost, Role, group_of, is_free, tensors_of, traits
 
@@ -37,9 +35,8 @@ Timer = Callable[[fx.Node, Callable[[], Any]], float]
 class Measured:
     """Measured milliseconds of nodes, the same on all ranks; a cost for `optimize`, `simulate` and `backend`.
 
-    Equal operators on equal shapes cost the same in every graph. A pointwise operator was timed alone. In a fused
-    kernel its cost shrinks with the bytes that it moves (`roofline.node_bytes`). That is right where bandwidth limits
-    it, and too little where arithmetic does.
+    Equal operators on equal shapes cost the same in every graph. A pointwise operator was timed alone; in a fused
+    kernel its cost shrinks with the bytes that it moves (`roofline.node_bytes`).
 
     Attributes:
         table: milliseconds by signature (`timing.Call.signature`; for a collective, followed by its ranks).
@@ -124,26 +121,22 @@ def _runs(node: fx.Node) -> bool:
 
 def _keys(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> list[str]:
     """Keys in the table: one of a node, one of each member of a coalesced collective."""
-    after = f" {_over(ranks_of(group_of(node), ranks))}" if node.target in STARTS else ""
+    after = ""
+    if node.target in STARTS:  # distances of ranks from the first: ranks 0, 8 and ranks 1, 9 must cost the same
+        members = ranks_of(group_of(node), ranks)
+        after = f" over {', '.join(f'+{rank - members[0]}' for rank in members)}"
     return [call.signature() + after for call in calls(node)]
 
 
-def _over(ranks: Sequence[int]) -> str:
-    """Describe a group by the distances of its ranks from the first: ranks 0, 8 and ranks 1, 9 must cost the same."""
-    return f"over {', '.join(f'+{rank - ranks[0]}' for rank in ranks)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     node: fx.Node
-    make: Callable[[torch.device], Callable[[], Any]]
-    ranks: tuple[int, ...] = ()  # of a collective
+    call: Call
+    ranks: tuple[int, ...]  # of a collective
 
 
 def measure(
     *graphs: fx.GraphModule,
     device: torch.device | str | None = None,
-    group: dist.ProcessGroup | None = None,
     fallback: Cost | Hardware | Mapping[str, float] | None = None,
     ranks: Mapping[str, Sequence[int]] | None = None,
     repeats: int = 10,
@@ -152,18 +145,16 @@ def measure(
 ) -> Measured:
     """Time the operators of `graphs`, each signature once, and take the largest time of all ranks.
 
-    Operators run alone on made-up inputs (`timing`), on all ranks at once, as in a step. Collectives run over their own
-    groups, one after the other, in the same order on all ranks. `fallback` prices nodes that are not run: higher-order
-    operators such as FlexAttention, barriers, operators whose integer tensors are more than indices, symbolic sizes,
-    calls that torch refuses, collectives of simulated groups, and collectives that some rank of their group lacks.
+    Operators run alone on made-up inputs, on all ranks at once; collectives over their own groups, one after the other.
+    `fallback` prices what is not run: higher-order operators such as FlexAttention, barriers, operators whose integer
+    tensors are more than indices, symbolic sizes, calls that torch refuses, and collectives that some rank lacks.
 
-    Call it on all ranks of `group` at once, outside of compilation. For `backend`, measure the graphs that its
+    Call it on all ranks at once, outside of compilation. For `backend`, measure the graphs that its
     ``on_result`` receives: Inductor's differ from those of "aot_eager".
 
     Args:
         graphs: ATen graphs with ``meta["val"]``, such as a forward and its backward; they do not change.
         device: where operators run, "cuda" being the current device; default: the device of the graph's tensors.
-        group: ranks that share the table; default: all, or this process alone without torch.distributed.
         fallback: cost of nodes that cannot run; without it they are an error.
         ranks: global ranks of groups by name, for groups that this process does not have.
         repeats: number of calls; a time is their median.
@@ -188,9 +179,8 @@ def measure(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     of_graphs = (t.device for gm in graphs for node in gm.graph.nodes for t in tensors_of(node))
     where = torch.device(next(of_graphs, "cpu") if device is None else device)
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    shared = None if group is None or _torch.is_simulated(group) else group
+    world = dist.group.WORLD if dist.is_initialized() else None
+    shared = None if world is None or _torch.is_simulated(world) else world
     known_ranks = {name: tuple(members) for name, members in (ranks or {}).items()}
     jobs: dict[str, _Job] = {}
     left_out: dict[str, str] = {}
@@ -234,25 +224,19 @@ def _jobs(
         reason = why_not(node)
         members: tuple[int, ...] = ()
         if reason is None and node.target in STARTS:
-            reason, members = _members(node, ranks)
+            name = group_of(node)
+            try:
+                if _torch.is_simulated(_torch.find_group(name)):
+                    reason = f"its process group {name!r} is simulated"
+                members = ranks_of(name, ranks)
+            except (RuntimeError, ValueError, KeyError):
+                reason = f"there is no process group {name!r} here"
         if reason is not None:
             left_out[node.name] = reason
             continue
         for key, call in zip(_keys(node, ranks), calls(node), strict=True):
-            jobs.setdefault(key, _Job(node, functools.partial(trial, call), members))
+            jobs.setdefault(key, _Job(node, call, members))
     return jobs, left_out
-
-
-def _members(node: fx.Node, ranks: Mapping[str, Sequence[int]]) -> tuple[str | None, tuple[int, ...]]:
-    """The reason why a collective cannot run, if any, and its ranks."""
-    name = group_of(node)
-    try:
-        group = _torch.find_group(name)
-    except (RuntimeError, ValueError, KeyError):
-        return f"there is no process group {name!r} here", ()
-    if _torch.is_simulated(group):
-        return f"its process group {name!r} is simulated", ()
-    return None, ranks_of(name, ranks)
 
 
 def _time(
@@ -266,7 +250,7 @@ def _time(
         # Collectives last, and in one order on all ranks, so that none waits for another.
         for key, job in sorted(jobs.items(), key=lambda item: (bool(item[1].ranks), item[0], item[1].ranks)):
             try:
-                ms = float(clock(job.node, job.make(device)))
+                ms = float(clock(job.node, trial(job.call, device)))
             except Exception as failed:  # an operator may raise anything
                 refused[key] = f"{type(failed).__name__}: {failed}"
                 continue

@@ -1,7 +1,6 @@
 """Milliseconds of fx nodes: compute by a roofline of one device, collectives by the levels of a network.
 
-`to_dag` asks for milliseconds node by node. `CostModel` computes them from a `Hardware`; `as_cost` makes a cost of a
-`Hardware`, a table or a function. Nothing here is measured.
+`CostModel` computes them from a `Hardware`; `as_cost` makes a cost of a `Hardware`, a table or a function.
 """
 
 from __future__ import annotations
@@ -22,46 +21,22 @@ from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import hides_its_mask, is_attention, node_flops
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx import operators
-from spanwise.overlap.fx.operators import (
-    Cost,
-    Role,
-    arguments,
-    group_of,
-    host_copy,
-    is_free,
-    named_arguments,
-    nodes_in,
-    operator_name,
-    tensors_in,
-    tensors_of,
-    traits,
-)
+from spanwise.overlap.fx.operators import Cost, Role, group_of, host_copy, is_free, nodes_in, tensors_of, traits
 
 _aten = torch.ops.aten
 
-TENSOR_CORES: Mapping[torch.dtype, float] = MappingProxyType(
-    {
-        torch.bfloat16: 1.0,
-        torch.float16: 1.0,
-        torch.float8_e4m3fn: 2.0,
-        torch.float8_e5m2: 2.0,
-        torch.int8: 2.0,
-        torch.float32: 67 / 989.4,
-        torch.float64: 67 / 989.4,
-    }
-)
+TENSOR_CORES: Mapping[torch.dtype, float] = MappingProxyType({
+    torch.bfloat16: 1.0, torch.float16: 1.0, torch.float8_e4m3fn: 2.0, torch.float8_e5m2: 2.0, torch.int8: 2.0,
+    torch.float32: 67 / 989.4, torch.float64: 67 / 989.4,
+})  # fmt: skip
 """FLOP/s of matrix products relative to bf16, dense, by the H100 SXM5 data sheet.
 
-It lists 989.4 TFLOP/s for bf16 and fp16, 1978.9 for fp8 and int8, 67 for fp32 and for fp64 on tensor cores. float32 is
-without TF32, torch's default; with ``torch.backends.cuda.matmul.allow_tf32`` it is 494.7 / 989.4."""
+float32 is without TF32, torch's default; with ``torch.backends.cuda.matmul.allow_tf32`` it is 494.7 / 989.4."""
 
 VECTOR_UNITS: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 1.0, torch.float64: 0.5, torch.bfloat16: 2.0}
 )
-"""FLOP/s of matrix products relative to float32, for `hardware.CPU_HOST`.
-
-A vector holds half as many float64 as float32. VDPBF16PS, which Zen 4 has, does two bf16 multiply-adds in a float32's
-place (Intel 64 and IA-32 manual, volume 2, "VDPBF16PS")."""
+"""FLOP/s of matrix products relative to float32, for `hardware.CPU_HOST`, with VDPBF16PS as on Zen 4."""
 
 # Operators that do not read their first argument: they overwrite it, or use its shape.
 _UNREAD = frozenset({
@@ -117,8 +92,8 @@ def node_bytes(node: fx.Node, *, fuse: bool = True) -> int:
     results = _held_by(node)
     total = 0
     if known.writes:
-        written = [n for name, value in arguments(node, known) if name in known.writes for n in nodes_in(value)]
-        total += sum(map(_held_by, written))
+        written = [value for name, value in operators.arguments(node, known) if name in known.writes]
+        total += sum(map(_held_by, nodes_in(written)))
     fuse = fuse and known.pointwise
     in_place = known.is_alias and (known.never_copies or bool(known.writes))  # a `reshape` comes here only if it copies
     if not in_place and not (fuse and _fused_away(node)):
@@ -149,7 +124,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _held_by(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return _held(value) if isinstance(value, torch.Tensor) else sum(map(_held, tensors_in(value)))
+    return _held(value) if isinstance(value, torch.Tensor) else sum(map(_held, operators.tensors_in(value)))
 
 
 def _held(tensor: torch.Tensor) -> int:
@@ -168,16 +143,11 @@ class CostModel:
     uninitialised memory take no time. DTensor's blocking all-to-all costs as much as an all-to-all; other unknown
     communication costs as much as its bytes.
 
-    A collective takes ``α + bytes / B`` on each level of the network on which its ranks meet; the slowest level counts.
-    With n ranks, an all-gather and a reduce-scatter move (n-1)/n of the whole over every rank's link if all ranks share
-    one host or none does. Otherwise the ranks of a host share the traffic from outside, as in
-    `Hardware.all_gather_seconds`. An all-reduce is a reduce-scatter and an all-gather (Thakur, Rabenseifner and Gropp,
-    2005, section 4.5). An all-to-all sends 1/n to each rank. In a broadcast each rank receives everything once. A
-    message between two ranks takes the link on which all ranks of its group meet. Copies to and from the host take
-    ``hardware.to_host`` and ``hardware.from_host``.
-
-    A graph knows only its own rank's sizes of an uneven all-to-all, so ranks may price it and decide differently;
-    `backend` makes that an error. Symbolic sizes count alike on all ranks.
+    A collective takes ``α + bytes / B`` on each level of the network on which its ranks meet, and the slowest level
+    counts. With n ranks, an all-gather and a reduce-scatter move (n-1)/n of the whole over every rank's link; ranks of
+    one host share the traffic from outside, as in `Hardware.all_gather_seconds`. An all-reduce is both. An all-to-all
+    sends 1/n to each rank, in a broadcast each rank receives everything once, and a message takes the link on which
+    all ranks of its group meet. Ranks may price an uneven all-to-all differently; `backend` makes that an error.
 
     Args:
         hardware: rates, bandwidths and links.
@@ -229,8 +199,17 @@ class CostModel:
         if copies := host_copy(node):
             rate = self.hardware.to_host if copies == "to host" else self.hardware.from_host
             return 1e3 * sum(t.nbytes for t in tensors_of(node)) / rate
-        memory = node_bytes(node, fuse=self.fuse) / self.hardware.memory_bandwidth
-        return 1e3 * max(memory, self._flop_seconds(node))
+        memory = 1e3 * node_bytes(node, fuse=self.fuse) / self.hardware.memory_bandwidth
+        if not (flops := node_flops(node)):
+            return memory
+        rate = self.hardware.matmul_flops
+        if is_attention(node):
+            backward = operators.operator_name(node).endswith("_backward")
+            rate = self.hardware.attention_backward_flops if backward else self.hardware.attention_flops
+        # The operands' dtype: a product of bf16 may return float32.
+        dtypes = [t.dtype for arg in node.all_input_nodes for t in tensors_of(arg)]
+        rate *= self.rates.get(dtypes[0] if dtypes else torch.float32, 1.0)
+        return max(memory, 1e3 * flops / rate)
 
     def is_guess(self, node: fx.Node) -> bool:
         """Whether a cost is a guess: of a custom operator priced by its bytes alone, or of attention by all scores."""
@@ -239,18 +218,6 @@ class CostModel:
         if hides_its_mask(node):
             return True
         return getattr(node.target, "namespace", None) not in _KNOWN_BY_BYTES and not node_flops(node)
-
-    def _flop_seconds(self, node: fx.Node) -> float:
-        flops = node_flops(node)
-        if not flops:
-            return 0.0
-        rate = self.hardware.matmul_flops
-        if is_attention(node):
-            backward = operator_name(node).endswith("_backward")
-            rate = self.hardware.attention_backward_flops if backward else self.hardware.attention_flops
-        # The operands' dtype: a product of bf16 may return float32.
-        dtypes = [t.dtype for arg in node.all_input_nodes for t in tensors_of(arg)]
-        return flops / (rate * self.rates.get(dtypes[0] if dtypes else torch.float32, 1.0))
 
     def merged(self, nodes: Sequence[fx.Node]) -> float:
         """Milliseconds of one coalesced collective, of starts of one kind and group: one latency, all bytes."""
@@ -276,7 +243,7 @@ class CostModel:
     def _collective_seconds(self, nodes: Sequence[fx.Node]) -> float:
         sent = received = 0
         for node in nodes:
-            given = named_arguments(node)
+            given = operators.named_arguments(node)
             inputs = nodes_in(given.get("input", given.get("inputs", node.all_input_nodes)))
             sent += sum(t.nbytes for n in inputs for t in tensors_of(n))
             received += sum(t.nbytes for t in tensors_of(node))

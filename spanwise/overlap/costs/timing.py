@@ -2,8 +2,7 @@
 
     fx node ─► signature ─► trial ─► milliseconds ─► measure
 
-Nodes of equal signature take the same time. Inputs have the shapes, strides and dtypes of ``meta["val"]``. Floats are
-between 0.1 and 1: no NaN from a logarithm, nothing denormal. Integers are valid indices into every dim.
+Inputs have the shapes, strides and dtypes of ``meta["val"]``. Floats are between 0.1 and 1, integers valid indices.
 """
 
 from __future__ import annotations
@@ -20,17 +19,8 @@ from torch import fx
 
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import is_attention
-from spanwise.overlap.fx.operators import (
-    COALESCED,
-    MESSAGES,
-    STARTS,
-    Role,
-    host_copy,
-    nodes_in,
-    tensors_in,
-    tensors_of,
-    traits,
-)
+from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.operators import COALESCED, MESSAGES, STARTS, Role, host_copy, nodes_in, tensors_in, tensors_of
 
 _aten = torch.ops.aten
 
@@ -52,10 +42,6 @@ class Call(NamedTuple):
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-
-    @property
-    def inputs(self) -> list[fx.Node]:
-        return list(dict.fromkeys(nodes_in([self.args, dict(self.kwargs)])))
 
     def named(self) -> Iterator[tuple[str, Any]]:
         schema = getattr(self.target, "_schema", None)
@@ -98,7 +84,7 @@ def _described(value: Any) -> str:
 
 def why_not(node: fx.Node) -> str | None:
     """The reason why a node cannot run alone on made-up inputs; None if it can."""
-    known = traits(node)
+    known = operators.traits(node)
     if not isinstance(node.target, _torch.OpOverload):
         return "it calls no operator"
     if known.role is Role.BARRIER:
@@ -125,8 +111,13 @@ def why_not(node: fx.Node) -> str | None:
 def trial(call: Call, device: torch.device) -> Callable[[], Any]:
     """A function that runs `call` on made-up inputs on `device`; a collective is started and waited for."""
     generator = torch.Generator(device).manual_seed(0)
-    limit = _index_limit(call)
     made: dict[fx.Node, Any] = {}
+    # Integers below the smallest dim of all tensors that may be indexed are valid indices.
+    tensors = [t for n in nodes_in([call.args, dict(call.kwargs)]) for t in tensors_of(n)]
+    indexed = [t for t in tensors if t.is_floating_point() or t.is_complex()] or tensors
+    sizes = [size for t in indexed for size in t.shape]
+    sizes += [value for name, value in call.named() if name == "num_weights" and isinstance(value, int)]
+    limit = max(1, min(sizes, default=1))
 
     def draw(like: Any) -> Any:
         return _made_up(like, device, limit, generator) if isinstance(like, torch.Tensor) else like
@@ -145,15 +136,6 @@ def trial(call: Call, device: torch.device) -> Callable[[], Any]:
     if call.target in STARTS:
         return lambda: [_torch.wait(x) for x in tensors_in(call.target(*args, **kwargs))]
     return lambda: call.target(*args, **kwargs)
-
-
-def _index_limit(call: Call) -> int:
-    """Smallest dim of all tensors that may be indexed: lower integers are valid indices."""
-    tensors = [t for n in call.inputs for t in tensors_of(n)]
-    indexed = [t for t in tensors if t.is_floating_point() or t.is_complex()] or tensors
-    sizes = [size for t in indexed for size in t.shape]
-    sizes += [value for name, value in call.named() if name == "num_weights" and isinstance(value, int)]
-    return max(1, min(sizes, default=1))
 
 
 def _made_up(like: torch.Tensor, device: torch.device, limit: int, generator: torch.Generator) -> torch.Tensor:
@@ -175,18 +157,13 @@ def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) ->
     On CUDA the time between two events, after a write larger than the cache. The write evicts the call's inputs, and
     keeps the device busy while the call is launched, so launching is not counted.
     """
-    with torch.no_grad():
-        if device.type == "cuda":
-            return _on_cuda(call, device, repeats)
+    if device.type != "cuda":
         samples = []
         for _ in range(_WARM_UP + repeats):
             began = time.perf_counter()
             call()
             samples.append(1e3 * (time.perf_counter() - began))
         return statistics.median(samples[_WARM_UP:])
-
-
-def _on_cuda(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
     with torch.cuda.device(device):
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]

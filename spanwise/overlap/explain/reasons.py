@@ -73,11 +73,6 @@ class Reason:
     exposed: float
     moves: dict[Why, Move]
 
-    @property
-    def parts(self) -> dict[Why, float]:
-        """Milliseconds by reason; positive, with the sum `exposed`."""
-        return {why: move.hides for why, move in self.moves.items()}
-
     def __str__(self) -> str:
         ranked = sorted(self.moves.items(), key=lambda part: -part[1].hides)
         ranked = [(why, move) for why, move in ranked if move.hides >= 0.01 * self.exposed]  # skip parts below 1 %

@@ -80,7 +80,15 @@ class Result:
         found = figures(self, groups)
         facts = summary(found)
         width = max(map(len, facts))
-        return "\n".join([*(f"{name:<{width}}  {text}" for name, text in facts.items()), *_exposed_rows(found)])
+        lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]
+        rows = [("most exposed", "group", "size", "takes", "exposed", "why")]
+        for one in found.most_exposed[:MOST]:
+            times = milliseconds(one.ms), milliseconds(one.exposed)
+            rows.append((one.name, one.group, num_bytes(one.num_bytes), *times, one.why))
+        if len(rows) > 1:
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += ["", *("  ".join(map("{:{}{}}".format, row, "<<>>><", widths)).rstrip() for row in rows)]
+        return "\n".join(lines)
 
     def save_chrome_trace(self, path: str | os.PathLike[str], groups: Mapping[str, str] | None = None) -> None:
         """Write both timelines as Chrome trace events for Perfetto (ui.perfetto.dev); see `trace`.
@@ -163,11 +171,6 @@ class OrderFigures:
         left = self.makespan - self.bound
         return left if left > 1e-9 * self.makespan else 0.0  # less is rounding
 
-    def counted(self) -> str:
-        """The counts in words."""
-        listed = ", ".join(f"{count:,} {how}" for how, count in self.counts.items())
-        return f"{self.launches:,}: {listed}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
@@ -216,12 +219,7 @@ class Figures:
         }
 
 
-def order_figures(
-    name: str,
-    timeline: Timeline,
-    why: Mapping[int, Reason],
-    names: Mapping[str, str],
-) -> OrderFigures:
+def order_figures(name: str, timeline: Timeline, why: Mapping[int, Reason], names: Mapping[str, str]) -> OrderFigures:
     """Figures of one order.
 
     Args:
@@ -263,9 +261,16 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
             return figures(dataclasses.replace(result, sizes=None), groups)
     names, timeline, split = groups or {}, result.timeline, result.split
     starts = list(filter(is_start, result.graph_module.graph.nodes))
-    issued = [i for i in timeline.order.tolist() if timeline.dag.nodes[i].kind == Kind.START]
     why = reasons(timeline, budget=result.budget)
     why_before = reasons(result.before, budget=result.budget)
+    issued = [i for i in timeline.order.tolist() if timeline.dag.nodes[i].kind == Kind.START]
+    collectives = []
+    for i, node in zip(issued, starts, strict=True):
+        start, given = timeline.dag.nodes[i], [t for arg in node.all_input_nodes for t in tensors_of(arg)]
+        size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in (given, tensors_of(node)))
+        operator, group = operator_name(node).split(".")[-1], names.get(start.group, start.group)
+        begin, members = float(timeline.begin[i]), len(result.members[i])
+        collectives.append(Collective(i, start.name, operator, group, members, size, start.ms, begin, why.get(i)))
     other = None
     if result.links is not None:
         both = (result.before, timeline)
@@ -273,9 +278,7 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
     return Figures(
         before=order_figures("as given", result.before, why_before, names),
         after=order_figures("spanwise", timeline, why, names),
-        collectives=tuple(
-            _collective(result, i, node, names, why.get(i)) for i, node in zip(issued, starts, strict=True)
-        ),
+        collectives=tuple(collectives),
         budget=result.budget,
         barriers=dict(Counter(result.barriers)),
         guesses=dict(Counter(result.guesses)),
@@ -284,15 +287,6 @@ def figures(result: Result, groups: Mapping[str, str] | None = None) -> Figures:
         shared=any(node.link for node in timeline.dag.nodes),
         other=other,
     )
-
-
-def _collective(result: Result, i: int, node: fx.Node, names: Mapping[str, str], reason: Reason | None) -> Collective:
-    start = result.timeline.dag.nodes[i]
-    given = [t for arg in node.all_input_nodes for t in tensors_of(arg)]
-    size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in (given, tensors_of(node)))
-    operator, group = operator_name(node).split(".")[-1], names.get(start.group, start.group)
-    begin, members = float(result.timeline.begin[i]), len(result.members[i])
-    return Collective(i, start.name, operator, group, members, size, start.ms, begin, reason)
 
 
 def summary(found: Figures) -> dict[str, str]:
@@ -308,7 +302,10 @@ def summary(found: Figures) -> dict[str, str]:
         "bound": bound,
         "compute": milliseconds(after.compute),
         "exposed": f"{milliseconds(after.exposed)}, was {milliseconds(before.exposed)}",
-        "launches": f"{after.counted()}; were {before.counted()}",
+        "launches": "; were ".join(
+            f"{of.launches:,}: {', '.join(f'{count:,} {how}' for how, count in of.counts.items())}"
+            for of in (after, before)
+        ),
         "peak memory": f"{num_bytes(after.peak_bytes)}, was {num_bytes(before.peak_bytes)}; "
         f"budget {num_bytes(found.budget)}",
     }
@@ -317,7 +314,16 @@ def summary(found: Figures) -> dict[str, str]:
         facts["links"] = f"{milliseconds(found.other[1])}, was {milliseconds(found.other[0])}, if {how}"
     if found.offloaded:
         facts["offloaded"] = f"{len(found.offloaded):,} activations, {num_bytes(sum(found.offloaded.values()))}"
-    facts |= _split_text(found)
+    if (split := found.split) is not None:
+        gain = split.unsplit - after.makespan
+        facts["split"] = f"nothing: {split.why}"
+        if split.is_cut:
+            facts["split"] = (
+                f"{_named(split.collectives)} of {split.group} and {split.products:,} matrix products in "
+                f"{split.pieces} pieces; {milliseconds(gain)} ({gain / split.unsplit:.1%}) shorter than "
+                f"{milliseconds(split.unsplit)}, the best without; "
+                f"products of M rows run at M / (M + {split.half_rate})"
+            )
     if found.barriers:
         count = sum(found.barriers.values())
         facts["barriers"] = f"{count:,}, which nothing crosses; the bound holds given them: {_named(found.barriers)}"
@@ -328,33 +334,7 @@ def summary(found: Figures) -> dict[str, str]:
     return facts
 
 
-def _split_text(found: Figures) -> dict[str, str]:
-    """What was cut, and what it gained; nothing without `split`."""
-    split, after = found.split, found.after
-    if split is None:
-        return {}
-    if not split.is_cut:
-        return {"split": f"nothing: {split.why}"}
-    gain = split.unsplit - after.makespan
-    return {
-        "split": f"{_named(split.collectives)} of {split.group} and {split.products:,} matrix products in "
-        f"{split.pieces} pieces; {milliseconds(gain)} ({gain / split.unsplit:.1%}) shorter than "
-        f"{milliseconds(split.unsplit)}, the best without; products of M rows run at M / (M + {split.half_rate})",
-    }
-
-
 def _named(counts: Mapping[str, int]) -> str:
     """Operators with their counts, the most frequent first."""
     ranked = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
     return ", ".join(name if count == 1 else f"{name} ({count:,})" for name, count in ranked)
-
-
-def _exposed_rows(found: Figures) -> list[str]:
-    """Lines of the table of the most exposed collectives; none if none is exposed."""
-    rows = [("most exposed", "group", "size", "takes", "exposed", "why")]
-    for one in found.most_exposed[:MOST]:
-        times = milliseconds(one.ms), milliseconds(one.exposed)
-        rows.append((one.name, one.group, num_bytes(one.num_bytes), *times, one.why))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map("{:{}{}}".format, row, "<<>>><", widths)).rstrip() for row in rows]
-    return ["", *lines] if len(rows) > 1 else []

@@ -2,9 +2,8 @@
 
     dag ─► schedule ─► timeline ─► trace ─► file
 
-A timeline is a process, with a track for the compute stream and one for each process group. On the compute stream, the
-issue of a collective is an instant, and a wait lasts while compute stands still. A counter shows the bytes alive. Times
-are microseconds ("Trace Event Format", Google, 2016).
+A timeline is a process, with a track for the compute stream, on which a wait lasts while compute stands still, and one
+for each process group. A counter shows the bytes alive. Times are microseconds ("Trace Event Format", Google, 2016).
 """
 
 from __future__ import annotations
@@ -90,15 +89,8 @@ def trace_events(
                 slice_(text, _COMPUTE, "exposed", begin[i], end[i], why=str(why[node.start]))
             else:
                 slice_(node.name, _COMPUTE, "wait", begin[i], end[i])
-    return events + _memory(timeline, process)
-
-
-def _memory(timeline: Any, process: int) -> list[dict[str, Any]]:
-    """Counter events at each node that changes the bytes alive."""
-    order = timeline.order.tolist()
-    alive = timeline.dag.alive_bytes(order)
-    events = []
-    for at in np.flatnonzero(np.diff(alive, prepend=0)).tolist():
+    alive = dag.alive_bytes(timeline.order)
+    for at in np.flatnonzero(np.diff(alive, prepend=0)).tolist():  # nodes that change the bytes alive
         facts = {"ph": "C", "pid": process, "name": "memory", "args": {"bytes": int(alive[at])}}
-        events.append({**facts, "ts": float(1e3 * timeline.issued[order[at]])})
+        events.append({**facts, "ts": float(issued[timeline.order[at]])})
     return events

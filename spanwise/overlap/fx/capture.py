@@ -2,11 +2,9 @@
 
     CaptureConfig ─► fake process groups ─► fake tensors through `decoder` ─► forward and backward graph
 
-`spanwise overlap` schedules these graphs where it gets no saved one; benchmarks and tests run on them. The parallelism
-is torchtitan's. Parameters are sharded over dp and cp (FSDP2): every matrix is gathered in the forward and again in the
-backward, and its gradient is reduce-scattered in float32. Sequence and heads are sharded over tp (Megatron-LM:
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022), tokens over cp. Collectives
-are functional: a start and a wait are two nodes.
+The parallelism is torchtitan's. Parameters are sharded over dp and cp (FSDP2): every matrix is gathered in the forward
+and again in the backward, and its gradient is reduce-scattered in float32. Sequence and heads are sharded over tp
+(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022), tokens over cp.
 """
 
 from __future__ import annotations
@@ -101,7 +99,7 @@ def capture(config: CaptureConfig, attention: Callable[[DeviceMesh], tuple[Atten
 
         mode = _torch.fake_mode()
         with mode, _torch.compiling():
-            inputs = inputs_of(config) + [_torch.to_fake(mode, x) for x in real]
+            inputs = inputs_of(config) + [mode.from_tensor(x, static_shapes=True) for x in real]
             joint = _torch.joint_graph(Decoder(config, axes, attend_with), inputs)
     placeholders = joint.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders[len(inputs) - len(real) : len(inputs)], real, strict=True):

@@ -50,9 +50,6 @@ class Chains:
                 deps |= {self._message_wait, *self._starts}
                 self._message_wait = i
                 self._starts.clear()
-        self._fence(i, deps, barrier)
-
-    def _fence(self, i: int, deps: set[int], barrier: bool) -> None:
         deps -= {-1, i}
         if barrier:
             deps.update(self._loose)

@@ -65,16 +65,13 @@ class CaptureConfig:
         if self.device not in ("cuda", "cpu"):
             raise ValueError(f'device must be "cuda" or "cpu", got {self.device!r}')
         shards = self.dp * self.cp
+        rows = self.tp * shards, "tp * dp * cp"
         for name, value, divisor, of in (
-            ("dim", self.dim, 2 * self.heads, "2 * heads"),
-            ("heads", self.heads, self.kv_heads, "kv_heads"),
-            ("kv_heads", self.kv_heads, self.tp, "tp"),
-            ("ffn", self.ffn, self.tp * shards, "tp * dp * cp"),
-            ("vocab", self.vocab or 0, self.tp * shards, "tp * dp * cp"),
-            ("dim", self.dim, shards, "dp * cp"),
-            ("kv_heads * head dim", self.kv_heads * self.head_dim, self.tp * shards, "tp * dp * cp"),
+            ("dim", self.dim, 2 * self.heads, "2 * heads"), ("heads", self.heads, self.kv_heads, "kv_heads"),
+            ("kv_heads", self.kv_heads, self.tp, "tp"), ("ffn", self.ffn, *rows), ("vocab", self.vocab or 0, *rows),
+            ("dim", self.dim, shards, "dp * cp"), ("kv_heads * head dim", self.kv_heads * self.head_dim, *rows),
             ("seq_len", self.seq_len, self.cp * self.tp, "cp * tp"),
-        ):
+        ):  # fmt: skip
             if value % divisor:
                 raise ValueError(f"{name} must be a multiple of {of} = {divisor}, got {value}")
 
@@ -129,11 +126,8 @@ def inputs_of(config: CaptureConfig) -> list[torch.Tensor]:
 
 def _parameters(config: CaptureConfig) -> list[tuple[int, ...]]:
     """Shapes of all parameters, gathered over dp."""
-    layers = shapes(config) * config.layers
-    if config.vocab is None:
-        return layers
-    table = config.vocab // config.tp, config.dim
-    return [table, *layers, (config.dim,), table]
+    layers, table = shapes(config) * config.layers, ((config.vocab or 0) // config.tp, config.dim)
+    return layers if config.vocab is None else [table, *layers, (config.dim,), table]
 
 
 def _full_precision(dtype: torch.dtype) -> torch.dtype:
@@ -154,23 +148,24 @@ class Decoder:
         if self.config.vocab is None:
             return (self._layers(data[0], cos, sin, shards, attend),)
         tokens, labels = data
-        x_TBD = _scattered(self._embed(tokens, self._parameter(shards)), self.tp)
+        # Rows of the table that this rank holds, 0 for others: the sum over tp is the embedding.
+        table = self._parameter(shards)
+        row = tokens - self.tp.index * table.shape[0]
+        foreign = (row < 0) | (row >= table.shape[0])
+        embedded = F.embedding(row.masked_fill(foreign, 0), table).masked_fill(foreign.unsqueeze(-1), 0)
+        x_TBD = _scattered(embedded, self.tp)
         x_TBD = self._layers(x_TBD, cos, sin, shards, attend)
         h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
         logits = h_SBD @ self._parameter(shards).t()
         return (_cross_entropy(logits.flatten(0, 1), labels.flatten(), self.tp),)
 
     def _layers(
-        self,
-        x_TBD: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        shards: Iterator[torch.Tensor],
-        attend: Callable[..., torch.Tensor],
+        self, x_TBD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shards: Iterator[torch.Tensor], attend: Any
     ) -> torch.Tensor:
+        heads = -1, self.config.head_dim
         for _ in range(self.config.layers):
             h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
-            q, k, v = (self._split(h_SBD @ self._parameter(shards).t()) for _ in range(3))
+            q, k, v = ((h_SBD @ self._parameter(shards).t()).unflatten(-1, heads) for _ in range(3))
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
             out_BNSH = attend(*(t_SBNH.permute(1, 2, 0, 3) for t_SBNH in (q, k, v)))
             out = out_BNSH.permute(2, 0, 1, 3).flatten(2)
@@ -197,15 +192,6 @@ class Decoder:
         x = x_TBD.to(_full_precision(x_TBD.dtype))
         scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
         return scaled.to(x_TBD.dtype) * self._parameter(shards, replicated=True)
-
-    def _split(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim))
-
-    def _embed(self, tokens_SB: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Embed tokens whose rows this rank holds, 0 for others: the sum over tp is the embedding."""
-        row = tokens_SB - self.tp.index * table.shape[0]
-        foreign = (row < 0) | (row >= table.shape[0])
-        return F.embedding(row.masked_fill(foreign, 0), table).masked_fill(foreign.unsqueeze(-1), 0)
 
 
 def _rotate(x_SBNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -240,17 +226,14 @@ def _all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     return _torch.wait(_torch.start_all_reduce(x, op, axis.name)) if axis.size > 1 else x
 
 
+_Move = Callable[[torch.Tensor, Axis], torch.Tensor]
+
+
 class Moved(torch.autograd.Function):
     """Move a tensor over an axis by `there`, and its gradient by `back`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        axis: Axis,
-        there: Callable[[torch.Tensor, Axis], torch.Tensor],
-        back: Callable[[torch.Tensor, Axis], torch.Tensor],
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, there: _Move, back: _Move) -> torch.Tensor:
         ctx.axis, ctx.back = axis, back
         return there(x, axis)
 

@@ -2,9 +2,8 @@
 
     Captured, order, members ─► emit ─► the same graph, in that order
 
-Inputs stay in front in their own order, the output stays at the end. A bucket
-becomes one coalesced collective of torch: nothing is copied in or out, and every tensor keeps its dtype, shape, bits
-and wait. `bucket_keys` says which collectives may share a bucket, because that depends on the operator.
+Inputs stay in front in their own order, the output stays at the end. A bucket becomes one coalesced collective of
+torch: nothing is copied in or out, and every tensor keeps its dtype, shape, bits and wait.
 """
 
 from __future__ import annotations
@@ -40,25 +39,21 @@ def bucket_keys(captured: Captured) -> list[Hashable | None]:
     for start in captured.dag.starts:
         node = captured.nodes[start]
         if node.target in _TOGETHER and start in waits and list(node.users) == [captured.nodes[waits[start]]]:
-            found[start] = _key(node)
+            given = _given(node)
+            (operand,) = nodes_in(given.pop("input"))
+            given.pop("group_name")
+            tensors = [*tensors_of(operand), *tensors_of(node)]
+            known = all(isinstance(value, (int, str)) for value in given.values())
+            if not known or len(tensors) != 2 or tensors[0].dtype.is_complex:
+                continue
+            group, device = group_of(node), tensors[0].device
+            mixed = node.target is _ops.reduce_scatter_tensor.default or (
+                node.target is _ops.all_gather_into_tensor.default and _torch.is_nccl(group, device)
+            )
+            dtype = "" if mixed else str(tensors[0].dtype)
+            side = tuple(str(node.meta.get(tag)) for tag in _CUT_BY)
+            found[start] = str(node.target), group, tuple(given.values()), str(device), dtype, side
     return found
-
-
-def _key(node: fx.Node) -> Hashable | None:
-    given = _given(node)
-    (operand,) = nodes_in(given.pop("input"))
-    given.pop("group_name")
-    tensors = [*tensors_of(operand), *tensors_of(node)]
-    known = all(isinstance(value, (int, str)) for value in given.values())
-    if not known or len(tensors) != 2 or tensors[0].dtype.is_complex:
-        return None
-    group, device = group_of(node), tensors[0].device
-    mixed = node.target is _ops.reduce_scatter_tensor.default or (
-        node.target is _ops.all_gather_into_tensor.default and _torch.is_nccl(group, device)
-    )
-    dtype = "" if mixed else str(tensors[0].dtype)
-    side = tuple(str(node.meta.get(tag)) for tag in _CUT_BY)
-    return str(node.target), group, tuple(given.values()), str(device), dtype, side
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
@@ -127,7 +122,12 @@ def emit(captured: Captured, order: Sequence[int], members: Sequence[Sequence[in
         if len(of_unit) > 1 and captured.dag.nodes[members[at][0]].kind == Kind.START:
             of_unit = _coalesced(graph, of_unit)
         nodes += of_unit
-    _place(graph, [*_with_items(nodes), *outputs])
+    at = next(iter(graph.nodes))
+    for node in [*_with_items(nodes), *outputs]:  # nodes already in place do not move
+        if node is at:
+            at = node.next
+        else:
+            at.prepend(node)
 
 
 def _coalesced(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
@@ -163,21 +163,9 @@ def _with_items(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     for node in nodes:
         todo = [] if node in found else [node]
         while todo:
-            found[todo[-1]] = None
-            todo += [user for user in reversed(todo.pop().users) if _is_item(user)]
+            one = todo.pop()
+            found[one] = None
+            if isinstance(one.meta.get("val"), (list, tuple)):
+                items = (user for user in reversed(one.users) if user.target is operator.getitem)
+                todo += [user for user in items if user.all_input_nodes == [one]]
     return list(found)
-
-
-def _is_item(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is operator.getitem and len(node.all_input_nodes) == 1 else None
-    return isinstance(source, fx.Node) and isinstance(source.meta.get("val"), (list, tuple))
-
-
-def _place(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Put all nodes of a graph into the given order; nodes already in place do not move."""
-    at = next(iter(graph.nodes))
-    for node in nodes:
-        if node is at:
-            at = node.next
-        else:
-            at.prepend(node)

@@ -3,8 +3,7 @@
     torch.compile backend | capture ─► save_graphs ─► file ─► load_graphs ─► optimize
 
 A file is a ``torch.save`` of groups, pickled graphs, and the spans of attention (``meta["known"]``), by which attention
-is priced. torch's graph pickler writes the graphs as for its caches: ``meta["val"]`` keeps sizes, strides, dtypes and
-aliases, but no tensor data. Programs of ``torch.export`` can be loaded as well.
+is priced. ``meta["val"]`` keeps sizes, strides, dtypes and aliases, but no tensor data.
 """
 
 from __future__ import annotations

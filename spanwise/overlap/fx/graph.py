@@ -5,12 +5,10 @@
 A node depends on more than its arguments:
 
 - Memory is read and written in the order of the graph: a reader stays after the last writer, a writer after all earlier
-  readers. Aliases are followed to their storage. They come from the schema, and from fake tensors in ``meta["val"]``
-  that share a storage.
-- A collective reads and writes until its wait; so does a copy to or from the host, whose wait frees the source.
-- `chains` adds the rest: random operators, messages between two ranks, and barriers. A barrier is an operator that
-  communicates in an unknown way or touches more than its tensor arguments, or a higher-order operator that is unknown
-  or runs such a subgraph.
+  readers. Aliases are found by schemas, and by fake tensors in ``meta["val"]`` that share a storage.
+- A collective reads and writes until its wait; so does a copy to or from the host.
+- `chains` adds the rest: random operators, messages between two ranks, and barriers, which communicate in an unknown
+  way or touch more than their tensor arguments.
 """
 
 from __future__ import annotations
@@ -25,26 +23,9 @@ import torch
 from torch import fx
 
 from spanwise.overlap.dag import Dag, GraphError, Kind, Node, Storage
+from spanwise.overlap.fx import operators
 from spanwise.overlap.fx.chains import Chains
-from spanwise.overlap.fx.operators import (
-    MESSAGES,
-    Cost,
-    Role,
-    Traits,
-    arguments,
-    attribute,
-    group_of,
-    host_copy,
-    is_free,
-    nodes_in,
-    peers_of,
-    received,
-    storage_of,
-    tensors_in,
-    tensors_of,
-    traits,
-)
-from spanwise.overlap.fx.values import NO_VALUE, lacks_value
+from spanwise.overlap.fx.operators import MESSAGES, Cost, Role, Traits, arguments, host_copy, nodes_in, storage_of
 from spanwise.overlap.quotient import Quotient, contract
 
 
@@ -119,10 +100,10 @@ def to_dag(gm: fx.GraphModule, cost: Cost) -> Captured:
 
 
 _INPUTS = ("placeholder", "get_attr")
-
-
-def _no_link(group: str) -> tuple[str, bool]:
-    return "", False
+_NO_VALUE = (
+    'it has no meta["val"], which gives sizes and aliases: make it with torch.fx.passes.fake_tensor_prop.FakeTensorProp'
+    "(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)"
+)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -139,6 +120,7 @@ class _Memory:
 
 
 _Places = tuple[_Memory, ...]  # where a tensor may lie: one storage, or several if its schema is not exact
+_Tensors = list[tuple[int | None, _Places]]  # the identity of each tensor's storage, and where it lies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +135,12 @@ class _Builder:
 
     def __init__(self, cost: Cost, is_backward: bool) -> None:
         self.cost, self.is_backward = cost, is_backward
+        self.link = getattr(cost, "link", lambda group: ("", False))
         self.nodes: list[Node] = []
         self.calls: list[fx.Node] = []
         self.number: dict[fx.Node, int] = {}
         self.inputs: list[fx.Node] = []
-        # For each tensor of an fx node's value: the identity of its storage, and where it lies.
-        self.tensors: dict[fx.Node, list[tuple[int | None, _Places]]] = {}
+        self.tensors: dict[fx.Node, _Tensors] = {}
         self.first: dict[fx.Node, list[int]] = {}  # of a tuple: the number of each item's first tensor
         self.outside: dict[int | None, _Memory] = {}  # storages of inputs
         self.made: list[_Memory] = []
@@ -170,10 +152,10 @@ class _Builder:
 
     def input(self, node: fx.Node) -> None:
         self.inputs.append(node)
-        own = attribute(node) if node.op == "get_attr" else None
+        own = operators.attribute(node) if node.op == "get_attr" else None
         if node.op == "placeholder" and "val" not in node.meta and node.users:
-            raise GraphError(node.name, NO_VALUE)
-        values = tensors_of(node) or tensors_in(own)
+            raise GraphError(node.name, _NO_VALUE)
+        values = operators.tensors_of(node) or operators.tensors_in(own)
         # Two attributes may be one tensor; placeholders may share a storage.
         owners = [own] if isinstance(own, torch.Tensor) else values
         self.tensors[node] = []
@@ -194,7 +176,7 @@ class _Builder:
 
     def call(self, node: fx.Node) -> None:
         self._check_order(node)
-        known = traits(node)
+        known = operators.traits(node)
         values = self._checked_values(node, known)
         i, args = len(self.nodes), node.all_input_nodes
         deps = {self.number.get(arg, -1) for arg in args}
@@ -208,7 +190,7 @@ class _Builder:
             written = [value for name, value in arguments(node, known) if name in known.writes]
             writes = self._places(nodes_in(written))
         elif node.target in MESSAGES:
-            writes = self._places(filter(None, received(node)))
+            writes = self._places(filter(None, operators.received(node)))
         kind, start = Kind.COMPUTE, -1
         barrier = known.role is Role.BARRIER
 
@@ -243,12 +225,13 @@ class _Builder:
             for memory in (*made, *writes):
                 memory.start = i
 
-        self.chains.link(i, deps, known, kind, peers_of(self.calls[start] if kind == Kind.WAIT else node), barrier)
+        peers = operators.peers_of(self.calls[start] if kind == Kind.WAIT else node)
+        self.chains.link(i, deps, known, kind, peers, barrier)
         self.number[node] = i
         self.calls.append(node)
-        group = group_of(node) if kind == Kind.START else ""
+        group = operators.group_of(node) if kind == Kind.START else ""
         start, ms = start if kind == Kind.WAIT else -1, self._ms(node, known)
-        link, is_shared = getattr(self.cost, "link", _no_link)(group) if group else ("", False)
+        link, is_shared = self.link(group) if group else ("", False)
         self.nodes.append(Node(node.name, kind, ms, tuple(sorted(deps)), group, start, link if is_shared else ""))
         if self.nodes[-1].ms > 0:
             self.last_work[kind] = i
@@ -271,9 +254,9 @@ class _Builder:
                 )
 
     def _checked_values(self, node: fx.Node, known: Traits) -> list[torch.Tensor]:
-        if lacks_value(node, known):
-            raise GraphError(node.name, NO_VALUE)
-        values = tensors_of(node)
+        if operators.lacks_value(node, known):
+            raise GraphError(node.name, _NO_VALUE)
+        values = operators.tensors_of(node)
         for tensor in values:
             if any(type(size) is not int for size in tensor.shape):
                 raise GraphError(node.name, f"its shape {tuple(tensor.shape)} is symbolic; give numbers with sizes=")
@@ -288,13 +271,8 @@ class _Builder:
         return found if len(found) < 2 else list(dict.fromkeys(found))
 
     def _results(
-        self,
-        node: fx.Node,
-        known: Traits,
-        i: int,
-        given: Sequence[tuple[int | None, _Places]],
-        values: Sequence[torch.Tensor],
-    ) -> list[tuple[int | None, _Places]]:
+        self, node: fx.Node, known: Traits, i: int, given: _Tensors, values: Sequence[torch.Tensor]
+    ) -> _Tensors:
         """Where the results lie: in the memory of arguments (`given`), or in new memory."""
         if known.role is Role.WAIT:
             return [(storage_of(value), given[0][1]) for value in values]
@@ -303,9 +281,9 @@ class _Builder:
         by_storage = dict(given)
         by_storage.pop(None, None)
         by_name = dict(arguments(node, known)) if known.is_alias else {}
-        lands = received(node) if node.target in MESSAGES else ()
+        lands = operators.received(node) if node.target in MESSAGES else ()
         unknown = (known.role is Role.BARRIER and not known.names) or known.communicates  # may return any argument
-        found: list[tuple[int | None, _Places]] = []
+        found: _Tensors = []
         new: dict[int | None, _Memory] = {}  # results of one node that share a storage
         for at, value in enumerate(values):
             storage = storage_of(value)
@@ -329,14 +307,14 @@ class _Builder:
             found.append((storage, places))
         return found
 
-    def _item(self, node: fx.Node, values: Sequence[torch.Tensor]) -> list[tuple[int | None, _Places]]:
+    def _item(self, node: fx.Node, values: Sequence[torch.Tensor]) -> _Tensors:
         source, key = node.args
         if not isinstance(source, fx.Node):  # a literal tuple
             return [(storage_of(value), tuple(self._places(node.all_input_nodes))) for value in values]
         given, whole = self.tensors[source], source.meta.get("val")
         if isinstance(whole, (list, tuple)) and isinstance(key, int) and 0 <= key < len(whole):
             if source not in self.first:
-                self.first[source] = [0, *itertools.accumulate(len(tensors_in(item)) for item in whole)]
+                self.first[source] = [0, *itertools.accumulate(len(operators.tensors_in(item)) for item in whole)]
             before = self.first[source][key]
             return given[before : before + len(values)]
         every = tuple(dict.fromkeys(m for _, places in given for m in places))
@@ -354,7 +332,7 @@ class _Builder:
         return size
 
     def _ms(self, node: fx.Node, known: Traits) -> float:
-        if known.role is Role.WAIT or is_free(node, known):
+        if known.role is Role.WAIT or operators.is_free(node, known):
             return 0.0
         try:
             return float(self.cost(node))

@@ -1,14 +1,8 @@
 """Traits of a node by its operator: whether it starts or waits for a collective, reads, writes, or is free.
 
-`graph` builds dependencies from them, `costs` prices by them. Operators are recognised by `OpOverload` and schema,
-never by name: a schema's ``group_name`` is the group, and arguments it marks as written are written. An operator whose
-schema says too little is a barrier.
-
-Point to point in torch 2.13: ``permute_tensor`` is an all-to-all and moves like one. ``isend``, ``irecv`` and
-``batch_p2p_ops`` of ``_c10d_functional`` keep the order in which two ranks send and receive (`chains`); ``c10d::send``
-and ``c10d::recv_`` are barriers. ``_dtensor::shard_dim_alltoall`` waits by itself.
-
-Copies into and out of buckets (``bucketing::``, ``fsdp::``) are compute with the writes of their schemas.
+Operators are recognised by `OpOverload` and schema, never by name: a schema's ``group_name`` is the group, arguments
+that it marks as written are written. An operator whose schema says too little is a barrier. ``isend``, ``irecv`` and
+``batch_p2p_ops`` of ``_c10d_functional`` keep the order in which two ranks send and receive (`chains`).
 """
 
 from __future__ import annotations
@@ -53,19 +47,17 @@ WAIT = _ops.wait_tensor.default
 COPIES: Mapping[str, str] = MappingProxyType({"ao::offload": "to host", "ao::reload": "from host"})
 
 # Coalesced operators that return new tensors, with the operator that does the same to one tensor.
-COALESCED: Mapping[Any, Any] = MappingProxyType(
-    {
-        _ops.all_gather_into_tensor_coalesced.default: _ops.all_gather_into_tensor.default,
-        _ops.reduce_scatter_tensor_coalesced.default: _ops.reduce_scatter_tensor.default,
-        _ops.all_reduce_coalesced.default: _ops.all_reduce.default,
-    }
-)
+COALESCED: Mapping[Any, Any] = MappingProxyType({
+    _ops.all_gather_into_tensor_coalesced.default: _ops.all_gather_into_tensor.default,
+    _ops.reduce_scatter_tensor_coalesced.default: _ops.reduce_scatter_tensor.default,
+    _ops.all_reduce_coalesced.default: _ops.all_reduce.default,
+})  # fmt: skip
 
 # All other operators of these namespaces communicate in other ways, by groups or by pointers.
 # "dc" is DeepSpeed's DeepCompile, whose gathers and reductions share state.
-_COMMUNICATION = frozenset(
-    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor", "dc"}
-)
+_COMMUNICATION = frozenset({
+    "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor", "dc"
+})  # fmt: skip
 
 _aten = torch.ops.aten
 _EMPTY = frozenset(
@@ -99,14 +91,9 @@ _RANGES = frozenset(
 
 # Assertions on sizes that the host has. torch.export puts one before every cast. Sizes that are known at run time, such
 # as those of an all-to-all between experts, have two each: as barriers they would keep all collectives in place.
-_SIZE_CHECKS = frozenset(
-    {
-        _aten._assert_scalar,
-        _aten._assert_tensor_metadata,
-        _aten.sym_constrain_range,
-        _aten.sym_constrain_range_for_size,
-    }
-)
+_SIZE_CHECKS = frozenset({
+    _aten._assert_scalar, _aten._assert_tensor_metadata, _aten.sym_constrain_range, _aten.sym_constrain_range_for_size
+})  # fmt: skip
 
 # Modules of functions on sizes: operator.add, math.ceil, torch.sym_max, …
 _ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
@@ -282,6 +269,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def lacks_value(node: fx.Node, known: Traits) -> bool:
+    """Whether a call has no ``meta["val"]`` and needs one: it may return tensors."""
+    if "val" in node.meta or (known.role is Role.BARRIER and not node.users):
+        return False
+    if isinstance(node.target, _torch.OpOverload):
+        return any("Tensor" in str(result.type) for result in node.target._schema.returns)
+    whole = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if node.target is operator.getitem and isinstance(whole, (list, tuple)) and isinstance(node.args[1], int):
+        return bool(tensors_in(whole[node.args[1]]))  # tracing gives items that are no tensors no value: None, sizes
+    return True
+
+
 def arguments(node: fx.Node, known: Traits) -> Iterator[tuple[str, Any]]:
     """Given arguments by their names in the schema."""
     yield from zip(known.names, node.args, strict=False)
@@ -321,12 +320,9 @@ def peers_of(node: fx.Node) -> list[str]:
     if node.target not in MESSAGES:
         return []
     given, group = named_arguments(node), group_of(node)
-    batch = given.get("peer_list")
-    return (
-        [f"{group} {given.get('dst', given.get('src'))}"]
-        if batch is None
-        else [group, *(f"{group} {x}" for x in batch)]
-    )
+    if (batch := given.get("peer_list")) is not None:
+        return [group, *(f"{group} {peer}" for peer in batch)]
+    return [f"{group} {given.get('dst', given.get('src'))}"]
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:

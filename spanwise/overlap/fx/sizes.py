@@ -1,8 +1,7 @@
 """Numbers for symbolic sizes while a graph is scheduled.
 
-A graph has symbols for sizes if it has dynamic shapes, or an exchange whose rows change from plan to plan. Costs and
-memory need numbers, and the same ones on all ranks: the sizes a rank saw when it compiled are its own, and would lead
-to other decisions elsewhere. So symbols stand for given numbers.
+Costs and memory need numbers, and the same ones on all ranks: the sizes a rank saw when it compiled would lead to other
+decisions elsewhere.
 """
 
 from __future__ import annotations

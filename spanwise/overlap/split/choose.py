@@ -47,8 +47,8 @@ class Split:
         half_rate: a product of M rows was assumed to run at M / (M + half_rate) of the rate.
         dag: the cut graph in its own order; `Result.members` refers to it.
 
-    >>> Split(pieces=2, cuts={"mm": Cut(0, blocks=8)}).is_cut, Split(why="no cut makes it shorter").is_cut
-    (True, False)
+    >>> Split(pieces=2, cuts={"mm": Cut(0, blocks=8)}).is_cut
+    True
     """
 
     pieces: int = 1
@@ -94,12 +94,11 @@ class PieceCost:
         return self._cost(node) * (1.0 if rows is None else (rows + self.half_rate) / rows)
 
 
+# The `explain.report.Result` for a cut graph and its costs, with at most so many orders (None: as many as usual).
 Optimizer = Callable[[fx.GraphModule, Cost, int | None], Any]
-"""The `explain.report.Result` for a cut graph and its costs, with at most so many orders; None: as many as usual.
-``ValueError`` if no order fits the budget."""
 
 
-class Trial(NamedTuple):
+class _Trial(NamedTuple):
     """A graph with a region in pieces, and the result for it."""
 
     region: Region
@@ -109,9 +108,12 @@ class Trial(NamedTuple):
     result: Any
 
 
-def find_split(gm: fx.GraphModule, cost: Cost, optimize: Optimizer, whole: Timeline) -> Trial | None:
-    """The best cut graph; None if none is shorter than `whole`, the best schedule of `gm`, by more than `WORTH`."""
-    best: Trial | None = None
+def find_split(gm: fx.GraphModule, cost: Cost, optimize: Optimizer, whole: Timeline) -> tuple[Split, Any]:
+    """The best cut graph and the result for it.
+
+    None if no cut graph is shorter than `whole`, the best schedule of `gm`, by more than `WORTH`.
+    """
+    best: _Trial | None = None
     limit = WORTH * whole.makespan
     for region in find_regions(gm.graph):
         if best is not None and set(region.collectives) < set(best.region.collectives):
@@ -128,14 +130,27 @@ def find_split(gm: fx.GraphModule, cost: Cost, optimize: Optimizer, whole: Timel
                 break
             last = makespan
     if best is None:
-        return None
+        return Split(why="no cut makes it shorter", unsplit=whole.makespan), None
     result = optimize(best.module, best.cost, None)
-    return best._replace(result=result) if result.timeline.makespan <= limit else best
+    result = result if result.timeline.makespan <= limit else best.result
+    cuts = best.region.cuts
+    split = Split(
+        pieces=best.pieces,
+        group=best.region.group,
+        collectives=Counter(operator_name(node).split(".")[-1] for node in cuts if node.target in COLLECTIVES),
+        products=sum(is_product_of_rows(node, cut) for node, cut in cuts.items()),
+        tokens=best.region.tokens,
+        cuts=best.region.by_name,
+        unsplit=whole.makespan,
+        half_rate=best.cost.half_rate,
+        dag=result.before.dag,
+    )
+    return split, result
 
 
 def _tried(
     gm: fx.GraphModule, cost: Cost, optimize: Optimizer, region: Region, pieces: int, limit: float
-) -> Trial | None:
+) -> _Trial | None:
     """A quick schedule with `region` in pieces; None if it cannot be below `limit` or within the budget."""
     module = _torch.copy_module(gm)
     try:
@@ -148,26 +163,8 @@ def _tried(
     if max(bounds.path, bounds.streams["compute"]) >= limit:
         return None
     try:
-        return Trial(region, pieces, module, priced, optimize(module, priced, FEWEST))
+        return _Trial(region, pieces, module, priced, optimize(module, priced, FEWEST))
     except GraphError:
         raise
     except ValueError:  # no order within the budget
         return None
-
-
-def described(trial: Trial | None, whole: Timeline) -> Split:
-    """The record of the trial that was chosen in place of the timeline `whole`, or that none was."""
-    if trial is None:
-        return Split(why="no cut makes it shorter", unsplit=whole.makespan)
-    cuts = trial.region.cuts
-    return Split(
-        pieces=trial.pieces,
-        group=trial.region.group,
-        collectives=Counter(operator_name(node).split(".")[-1] for node in cuts if node.target in COLLECTIVES),
-        products=sum(is_product_of_rows(node, cut) for node, cut in cuts.items()),
-        tokens=trial.region.tokens,
-        cuts=trial.region.by_name,
-        unsplit=whole.makespan,
-        half_rate=trial.cost.half_rate,
-        dag=trial.result.before.dag,
-    )

@@ -11,22 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from spanwise.overlap.fx.operators import STARTS, WAIT, group_of, storage_of, tensors_of, traits
-from spanwise.overlap.split.tokenwise import (
-    ALL_GATHER,
-    COLLECTIVES,
-    REDUCE_SCATTER,
-    Cut,
-    candidates,
-    is_product_of_rows,
-    legal,
-    makes_rows,
-)
+from spanwise.overlap.split import tokenwise
+from spanwise.overlap.split.tokenwise import ALL_GATHER, COLLECTIVES, REDUCE_SCATTER, Cut, candidates, legal
 
 # Dims of a collective's operand that are tried as the tokens' dim; with 1, [batch, tokens, hidden] tensors stay whole.
 _DIMS = 2
@@ -65,22 +57,16 @@ def find_regions(graph: fx.Graph) -> list[Region]:
             groups.setdefault(group_of(node), []).append(node)
     found: list[Region] = []
     for group, starts in groups.items():
+        # Token axes are dims of operands of gathers and of results of reduce-scatters.
+        local = [start if start.target is REDUCE_SCATTER else start.all_input_nodes[0] for start in starts]
+        shapes = [tensors_of(node)[0].shape for node in local]
         for dim in range(_DIMS):
-            for tokens in dict.fromkeys(_tokens(starts, dim)):
+            for tokens in dict.fromkeys(shape[dim] for shape in shapes if len(shape) > dim and shape[dim] > 1):
                 cuts = _Growth(graph, tokens, group, stops).region(starts, dim)
                 if cuts and all(cuts.keys() != region.cuts.keys() for region in found):
                     found.append(Region(group, tokens, cuts))
     found = [region for region in found if region.collectives]
     return sorted(found, key=lambda region: -len(region.collectives))
-
-
-def _tokens(starts: Sequence[fx.Node], dim: int) -> Iterator[int]:
-    """Sizes of token axes: of operands of gathers, results of reduce-scatters."""
-    for start in starts:
-        local = start if start.target is REDUCE_SCATTER else start.all_input_nodes[0]
-        shape = tensors_of(local)[0].shape
-        if len(shape) > dim and shape[dim] > 1:
-            yield shape[dim]
 
 
 def _stops(graph: fx.Graph) -> set[fx.Node]:
@@ -134,7 +120,8 @@ class _Growth:
                 continue
             gathers = start.target is ALL_GATHER
             found = self.forward({start: cut}) if gathers else self.behind({start: cut})
-            if any(is_product_of_rows(*pair) if gathers else makes_rows(*pair) for pair in found.items()):
+            counts = tokenwise.is_product_of_rows if gathers else tokenwise.makes_rows
+            if any(counts(*pair) for pair in found.items()):
                 self.cuts.update(found if gathers else self.forward(found))
         self.cuts.update(self.behind(self.cuts))
         items = {n for n in self.cuts if n.target is operator.getitem and n.args[0] not in self.cuts}

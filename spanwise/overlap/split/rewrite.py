@@ -1,8 +1,7 @@
 """Rewrite a graph so that chosen nodes become pieces; nothing else knows how pieces are made.
 
-Pieces stand where their node stood, so that what reads and writes memory around them keeps its order. `schedule` moves
-them later. A whole tensor is taken apart where a piece needs a part of it; pieces are put together again, in the order
-of the whole, where something needs all of it. New nodes get their ``meta["val"]`` from fake tensors.
+Pieces stand where their node stood; `schedule` moves them later. A whole tensor is taken apart where a piece needs a
+part of it; pieces are put together again, in the order of the whole, where something needs all of it.
 """
 
 from __future__ import annotations
@@ -198,8 +197,7 @@ class _Rewrite:
         cut, value = self.cuts[node], node.meta["val"]
         if not isinstance(value, torch.Tensor):
             raise CannotSplit(f"{node.name!r} has several results, and something needs them whole")
-        strides = list(value.stride())
-        order = sorted(range(value.ndim), key=lambda dim: -strides[dim])
+        order = sorted(range(value.ndim), key=lambda dim: -value.stride()[dim])
         permuted, at = order != list(range(value.ndim)), order.index(cut.dim)
         shape, parts = [value.shape[dim] for dim in order], []
         for piece, (first, end) in zip(self.pieces[node], self.bounds, strict=True):
@@ -214,7 +212,9 @@ class _Rewrite:
         if permuted:
             back = [order.index(dim) for dim in range(value.ndim)]
             made = self._add(node, _aten.permute.default, (made, back))
-        if not _same_layout(made.meta["val"], value):
+        found = made.meta["val"]
+        strides = [(x, y) for x, y, size in zip(found.stride(), value.stride(), value.shape, strict=True) if size > 1]
+        if found.shape != value.shape or found.dtype != value.dtype or any(x != y for x, y in strides):
             raise CannotSplit(f"{node.name!r} has strides {value.stride()}, which its pieces cannot give")
         return made
 
@@ -225,8 +225,3 @@ def _is_view(node: fx.Node) -> bool:
     if len(given) != 1 or not is_free(node) or node.target is _aten.empty_like.default:
         return False
     return not isinstance(given[0].meta.get("val"), (list, tuple)) or _is_view(given[0])
-
-
-def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    strides = ((x, y) for x, y, size in zip(a.stride(), b.stride(), b.shape, strict=True) if size > 1)
-    return a.shape == b.shape and a.dtype == b.dtype and all(x == y for x, y in strides)

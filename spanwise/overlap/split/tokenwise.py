@@ -3,8 +3,7 @@
     node, cut of its result ─► `legal` ─► cuts of its arguments | None: the node stops the cut
 
 Views are read off their strides. `TABLE` says of all other operators which dims of which arguments are those of the
-result. An operator that is in neither stops the cut. So do random operators, operators that write, and a node that
-needs one argument both whole and in pieces.
+result. Other operators, random ones and those that write stop the cut.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from spanwise.hardware import Link
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from tests.lockstep import Lockstep
-from tests.overlap.split.test_rewrite import SMALL, error, graphs_of, graphs_on, step
+from tests.overlap.programs import SMALL, graphs_on, step
+from tests.overlap.split.test_rewrite import error
 from tests.overlap.test_optimize import state
 
 LLAMA = CaptureConfig(
@@ -50,7 +51,7 @@ def test_a_llama_forward_beats_the_bound_of_the_whole_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_ranks_cut_alike_and_compute_the_same(which: str) -> None:
-    graphs = graphs_of(SMALL)
+    graphs = [graphs_on(rank) for rank in range(SMALL.num_ranks)]
     results = [overlap.optimize(getattr(g, which), slow_network(g), split=True, effort=1) for g in graphs]
     assert len({str(r.split and (sorted(r.split.cuts.items()), r.split.pieces)) for r in results}) == 1
     assert len({tuple(r.timeline.order.tolist()) for r in results}) == 1
@@ -69,7 +70,7 @@ def test_nothing_is_cut_where_that_gains_nothing() -> None:
     graphs = capture(dataclasses.replace(LLAMA, layers=1, vocab=None))
     fast = dataclasses.replace(H100, links=(Link(1e15, 0.0),))
     cost = CostModel(fast, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
-    small, few_rows = graphs_on(0, SMALL), dataclasses.replace(SLOW, matmul_flops=2e7)
+    small, few_rows = graphs_on(0), dataclasses.replace(SLOW, matmul_flops=2e7)
     other = CostModel(few_rows, ranks={axis.name: axis.ranks for axis in small.axes.values()})
     for gm, price in ((graphs.forward, cost), (small.forward, other)):
         result = overlap.optimize(gm, price, split=True, effort=1)

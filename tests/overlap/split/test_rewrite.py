@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,25 +11,11 @@ import torch
 from torch import fx
 
 from spanwise.overlap import _torch
-from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
 from spanwise.overlap.fx.operators import is_start
 from spanwise.overlap.split.region import find_regions
 from spanwise.overlap.split.rewrite import rewrite
 from tests.lockstep import Lockstep
-from tests.overlap.test_optimize import inputs_of
-
-SMALL = CaptureConfig(
-    layers=1, dim=32, heads=4, kv_heads=2, ffn=48, seq_len=28, vocab=24, dp=2, tp=2, device="cpu", dtype=torch.float64
-)
-
-
-@functools.cache
-def graphs_on(rank: int, config: CaptureConfig) -> Graphs:
-    return capture(dataclasses.replace(config, rank=rank))
-
-
-def graphs_of(config: CaptureConfig) -> list[Graphs]:
-    return [graphs_on(rank, config) for rank in range(config.num_ranks)]
+from tests.overlap.programs import SMALL, graphs_on, step
 
 
 def in_pieces(gm: fx.GraphModule, pieces: int) -> fx.GraphModule:
@@ -57,20 +42,11 @@ def error(found: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]]) -> 
     return worst
 
 
-def step(graphs: Sequence[Graphs]) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Inputs and outputs of both graphs on all ranks."""
-    axes = [g.axes for g in graphs]
-    given = [inputs_of(g.forward, seed) for seed, g in enumerate(graphs)]
-    forward = Lockstep([g.forward for g in graphs], axes).run(given)
-    saved = [[*outputs[1:], torch.ones_like(outputs[0])] for outputs in forward]
-    return {"forward": (given, forward), "backward": (saved, Lockstep([g.backward for g in graphs], axes).run(saved))}
-
-
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize(("batch", "pieces"), [(1, 3), (2, 2)])
 def test_all_ranks_in_pieces_compute_the_same(which: str, batch: int, pieces: int) -> None:
     """Collectives of activations are cut, gathers of parameters stay whole."""
-    graphs = graphs_of(dataclasses.replace(SMALL, batch=batch))
+    graphs = [graphs_on(rank, dataclasses.replace(SMALL, batch=batch)) for rank in range(SMALL.num_ranks)]
     feed, expected = step(graphs)[which]
     whole = getattr(graphs[0], which)
     modules = [in_pieces(getattr(g, which), pieces) for g in graphs]
