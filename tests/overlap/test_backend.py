@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 from spanwise.hardware import H100, H200
 from spanwise.overlap import _torch
-from spanwise.overlap.backend import Backend, _implicit, backend
+from spanwise.overlap.backend import Backend, backend
 from spanwise.overlap.costs.roofline import node_flops
-from spanwise.overlap.fx import operators
+from spanwise.overlap.fx.operators import STARTS, WAIT
 from spanwise.overlap.optimize import Result
 from tests.overlap.programs import Cost
 
@@ -83,11 +82,6 @@ def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def compiled(group: str, use: Any) -> list[str]:
-    """The code that Inductor generates for a step: forward and backward."""
-    return run_and_get_code(lambda: step(group, use))[1]
-
-
 def called(code: str) -> list[Event]:
     """Collectives, waits and matrix products that generated code calls, in its order."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -110,14 +104,10 @@ def called(code: str) -> list[Event]:
     return [(name, ast.literal_eval(at.split(" ", 1)[1]) if " " in at else shapes[at]) for name, at in found]
 
 
-def is_event(node: fx.Node) -> bool:
-    return node.target in operators.STARTS or node.target is operators.WAIT or node_flops(node) > 0
-
-
 def scheduled(result: Result) -> list[Event]:
     """The same for the graphs that Inductor gets."""
-    events = filter(is_event, result.graph_module.graph.nodes)
-    return [(node.target._schema.name.split("::")[1], tuple(node.meta["val"].shape)) for node in events]
+    nodes = (n for n in result.graph_module.graph.nodes if n.target in (*STARTS, WAIT) or node_flops(n) > 0)
+    return [(node.target._schema.name.split("::")[1], tuple(node.meta["val"].shape)) for node in nodes]
 
 
 def kernels(code: str) -> int:
@@ -125,18 +115,10 @@ def kernels(code: str) -> int:
     return len(re.findall(r"^ +cpp_fused\w*\(", code.split("def call(")[1], re.MULTILINE))
 
 
-def test_what_is_tied_follows_what_is_tied_before_it_unless_data_say_so() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    first, other = (graph.call_function(op, (x,)) for op in (torch.ops.aten.sin.default, torch.ops.aten.cos.default))
-    of_first = graph.call_function(torch.ops.aten.exp.default, (first,))
-    by_data = graph.call_function(torch.ops.aten.neg.default, (graph.call_function(torch.relu, (of_first,)),))
-    assert _implicit(graph, [first, other, of_first, by_data]) == {other: [first], of_first: [other]}
-
-
 def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
     results: list[Result] = []
-    codes = compiled(group, backend("inductor", cost=Cost(), bucket=False, on_result=results.append))
+    use = backend("inductor", cost=Cost(), bucket=False, on_result=results.append)
+    codes = run_and_get_code(lambda: step(group, use))[1]
     assert len(codes) == len(results) == 2
     for code, result in zip(codes, results, strict=True):
         assert called(code) == scheduled(result)
@@ -146,7 +128,7 @@ def test_order_in_generated_code_is_that_of_the_schedule(group: str) -> None:
         assert body.index("spanwise.agree.default(") < min(map(body.index, ("_c10d_functional.", "extern_kernels.")))
     assert [len(called(code)) for code in codes] == [9, 12]
     # Left alone, Inductor hides nothing; and to be kept in order costs no kernel.
-    plain = compiled(group, "inductor")
+    plain = run_and_get_code(lambda: step(group, "inductor"))[1]
     for ours, theirs, result in zip(codes, plain, results, strict=True):
         assert sorted(called(theirs)) == sorted(called(ours)) != called(theirs) != scheduled(result)
         assert 0 < kernels(ours) <= kernels(theirs)

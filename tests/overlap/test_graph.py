@@ -162,18 +162,17 @@ def test_memory_that_only_the_storages_show() -> None:
 
 
 def test_items_that_are_no_tensors_need_no_value() -> None:
-    """Attention of cuDNN returns two sizes; `make_fx` gives items of them no value."""
+    """Attention of cuDNN returns sizes, too; `make_fx` gives items of them no value."""
     graph = Graph()
     q = graph.placeholder("q")
     found = graph.call_function(ATEN._scaled_dot_product_cudnn_attention.default, (q, q, q, None, True))
     items = [graph.call_function(operator.getitem, (found, at)) for at in range(9)]
     graph.output((items[0], items[4], items[6]))
     with _torch.fake_mode():
-        q.meta["val"] = torch.empty(1, 1, 4, 4)
-        tensors = torch.empty(1, 1, 4, 4), torch.empty(4), torch.empty(1), torch.empty(2)
-        found.meta["val"] = (*tensors[:2], None, None, 4, 4, *tensors[2:], None)
-        for at in (0, 1, 6, 7):
-            items[at].meta["val"] = found.meta["val"][at]
+        q.meta["val"], size = torch.empty(1, 1, 4, 4), torch.empty(1)
+        found.meta["val"] = (torch.empty(1, 1, 4, 4), torch.empty(4), None, None, 4, 4, size, torch.empty(2), None)
+    for at in (0, 1, 6, 7):
+        items[at].meta["val"] = found.meta["val"][at]
     dag = to_dag(fx.GraphModule(torch.nn.Module(), graph), one).dag
     assert [storage.num_bytes for storage in dag.storages if storage.kept] == [64, 4] and dag.compute_ms == 1.0
 
@@ -227,22 +226,23 @@ def test_a_backward_frees_what_its_forward_saved() -> None:
 
 
 def test_triton_kernels_write_what_they_are_given_and_nothing_else() -> None:
-    def build(graph: fx.Graph, x: fx.Node, dtype: torch.dtype = torch.float32) -> Any:
+    def build(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> Any:
         y, z = (graph.call_function(ATEN.clone.default, (x,)) for _ in range(2))
         z.meta["val"] = torch.empty(4, dtype=dtype)
-        before, beside = graph.call_function(ATEN.sin.default, (y,)), graph.call_function(ATEN.sin.default, (x,))
+        before, beside = (graph.call_function(ATEN.sin.default, (t,)) for t in (y, x))
         given = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)], "tma_descriptor_metadata": {}}
-        hop = torch.ops.higher_order.triton_kernel_wrapper_mutation
-        graph.call_function(hop, (), {**given, "kwargs": {"in_ptr": y, "out_ptr": z}}).meta["val"] = None
+        kernel = torch.ops.higher_order.triton_kernel_wrapper_mutation
+        graph.call_function(kernel, (), {**given, "kwargs": {"in_ptr": y, "out_ptr": z}}).meta["val"] = None
         return [before, beside, *(graph.call_function(ATEN.cos.default, (t,)) for t in (y, z, x))]
 
-    captured = to_dag(by_hand(build), one)
-    assert captured.barriers == ()
-    assert deps(captured, "triton_kernel_wrapper_mutation") == {"clone", "clone_1", "sin"}
-    of_cosines = [deps(captured, name) for name in ("cos", "cos_1", "cos_2")]
-    assert [("triton_kernel_wrapper_mutation" in of) for of in of_cosines] == [True, True, False]
-    pointers = to_dag(by_hand(lambda graph, x: build(graph, x, torch.int64)), one)
-    assert [pointers.nodes[i].name for i in pointers.barriers] == ["triton_kernel_wrapper_mutation"]
+    captured, pointers = (
+        to_dag(by_hand(lambda graph, x, dtype=dtype: build(graph, x, dtype)), one)
+        for dtype in (torch.float32, torch.int64)
+    )
+    kernel = "triton_kernel_wrapper_mutation"
+    assert captured.barriers == () and deps(captured, kernel) == {"clone", "clone_1", "sin"}
+    assert [kernel in deps(captured, name) for name in ("cos", "cos_1", "cos_2")] == [True, True, False]
+    assert [pointers.nodes[i].name for i in pointers.barriers] == [kernel]
 
 
 def test_subgraphs_are_looked_into() -> None:
