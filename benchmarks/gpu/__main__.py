@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         def save(rows: list[Row], result: Row = result) -> None:
             result["rows"] = rows
-            found["facts"] = next((row for row in found["steps"][0]["rows"] if "torch" in row), {})
+            known = next((row for row in found["steps"][0]["rows"] if "torch" in row), {})
+            found["facts"] = {name: x for name, x in known.items() if name not in ("what", "status", "seconds")}
             half = out.with_suffix(".part")
             half.write_text(json.dumps(found | {"seconds": round(time.monotonic() - begin, 1)}, indent=1) + "\n")
             half.replace(out)
