@@ -19,56 +19,60 @@ FLAT = Hardware("flat", 1e6, 5e5, 4e6, 1e4, 1000, (Link(100.0, 0.5),), kernel_se
 HOSTS = dataclasses.replace(FLAT, links=(Link(100.0, 0.5, ranks=2), Link(10.0, 2.0)))
 
 
-def test_flops_are_those_of_the_matrix_products() -> None:
+TRAFFIC = np.array([[7, 10, 20], [0, 7, 40], [0, 0, 7]])  # [receiver, sender]; the diagonal stays at home
+SLOW_SCATTER = dataclasses.replace(FLAT, wire=(("reduce_scatter", 2.0),))
+SLOW_REST = dataclasses.replace(FLAT, wire=(("all_to_all", 2.0), ("all_gather", 3.0)))
+FAST_OUTSIDE = dataclasses.replace(HOSTS, links=(HOSTS.links[0], Link(1000.0, 0.0)))
+
+
+def between_hosts(*pairs: tuple[int, int, int]) -> np.ndarray:
+    """400 bytes inside each of two hosts, and bytes of (receiver, sender) outside."""
+    traffic = np.zeros((4, 4))
+    traffic[0, 1] = traffic[3, 2] = 400
+    for receiver, sender, size in pairs:
+        traffic[receiver, sender] = size
+    return traffic
+
+
+BY_HAND: list[tuple[float, float]] = [
     # QKᵀ: 6 heads of 16; PV: 6 heads of 24; a multiply and an add for each of 10 pairs.
-    assert attention_flops(10, 6, 16, 24, backward=False) == 10 * 6 * (2 * 16 + 2 * 24)
-    assert attention_flops(10, 6, 16, 24, backward=True) == 10 * 6 * (3 * 2 * 16 + 2 * 2 * 24)
+    (attention_flops(10, 6, 16, 24, backward=False), 10 * 6 * (2 * 16 + 2 * 24)),
+    (attention_flops(10, 6, 16, 24, backward=True), 10 * 6 * (3 * 2 * 16 + 2 * 2 * 24)),
+    (FLAT.attention_seconds(2e6, backward=False), 0.25 + 2.0),
+    (FLAT.attention_seconds(2e6, backward=True), 0.25 + 4.0),
+    (FLAT.attention_seconds(0, backward=True), 0),  # nothing to compute, no call
+    (FLAT.copy_seconds(1e4), 2.0),  # read and written
+    # All to all takes as long as the busiest rank: 0 and 1 receive 30 and 40, rank 2 sends 60.
+    (FLAT.all_to_all_seconds(TRAFFIC), 0.5 + 60 / 100),
+    (FLAT.all_to_all_seconds(TRAFFIC.T), 0.5 + 60 / 100),
+    (FLAT.all_to_all_seconds(np.diag([5, 5])), 0),
+    (FLAT.all_to_all_seconds(np.zeros((0, 0))), 0),
+    (SLOW_REST.all_to_all_seconds(np.array([[0, 100], [0, 0]])), 0.5 + 2),
+    # Of hosts it is as slow as the slower level.
+    (HOSTS.all_to_all_seconds(between_hosts()), 0.5 + 4),
+    (HOSTS.all_to_all_seconds(between_hosts((2, 1, 10))), 0.5 + 4),  # meanwhile outside: 2 + 10 / 10
+    (HOSTS.all_to_all_seconds(between_hosts((2, 1, 10), (3, 1, 15))), 0.5 + 4),  # 25 out of rank 1, receivers 10 and 15
+    (HOSTS.all_to_all_seconds(between_hosts((2, 1, 10), (3, 1, 15), (2, 0, 30))), 2 + 40 / 10),
+    # Rings.
+    *((ring(*of), seconds) for of, seconds, rings in (
+        ((100, 4), 0.5 + 3 * 100 / 100, (FLAT.all_gather_seconds, FLAT.reduce_scatter_seconds)),
+        ((100, 1), 0, (FLAT.all_gather_seconds, FLAT.reduce_scatter_seconds)),
+        ((0, 4), 0, (FLAT.all_gather_seconds, FLAT.reduce_scatter_seconds)),
+        ((100, 2), 0.5 + 1, (HOSTS.all_gather_seconds, HOSTS.reduce_scatter_seconds)),  # one host: nothing outside
+        # Three hosts: each takes in 4 shards, 2 by each rank; the inner level brings a rank the other 3.
+        ((100, 6), 2 + 2 * 100 / 10, (HOSTS.all_gather_seconds, HOSTS.reduce_scatter_seconds)),
+        ((100, 6), 0.5 + 3 * 100 / 100, (FAST_OUTSIDE.all_gather_seconds, FAST_OUTSIDE.reduce_scatter_seconds)),
+        # Three ranks: the second host is one rank that takes both other shards in alone.
+        ((100, 3), 2 + 2 * 100 / 10, (HOSTS.all_gather_seconds, HOSTS.reduce_scatter_seconds)),
+        ((100, 2), 0.5 + 2, (SLOW_SCATTER.reduce_scatter_seconds,)),
+        ((100, 2), 0.5 + 1, (SLOW_SCATTER.all_gather_seconds,)),
+        ((100, 2), 0.5 + 3, (SLOW_REST.all_gather_seconds,)),
+    ) for ring in rings),
+]  # fmt: skip
 
 
-def test_compute() -> None:
-    assert FLAT.attention_seconds(2e6, backward=False) == 0.25 + 2.0
-    assert FLAT.attention_seconds(2e6, backward=True) == 0.25 + 4.0
-    assert FLAT.attention_seconds(0, backward=True) == 0  # nothing to compute, no call
-    assert FLAT.copy_seconds(1e4) == 2.0  # read and written
-
-
-def test_all_to_all_takes_as_long_as_the_busiest_rank() -> None:
-    traffic = np.array([[7, 10, 20], [0, 7, 40], [0, 0, 7]])  # [receiver, sender]; the diagonal stays at home
-    # Rank 0 and 1 receive 30 and 40, rank 2 sends 60.
-    assert FLAT.all_to_all_seconds(traffic) == 0.5 + 60 / 100
-    assert FLAT.all_to_all_seconds(traffic.T) == 0.5 + 60 / 100
-    assert FLAT.all_to_all_seconds(np.diag([5, 5])) == 0
-    assert FLAT.all_to_all_seconds(np.zeros((0, 0))) == 0
-
-
-def test_all_to_all_of_hosts_is_as_slow_as_its_slower_level() -> None:
-    inside = np.zeros((4, 4))
-    inside[0, 1] = inside[3, 2] = 400  # two pairs of two hosts
-    assert HOSTS.all_to_all_seconds(inside) == 0.5 + 4
-    outside = inside.copy()
-    outside[2, 1] = 10
-    assert HOSTS.all_to_all_seconds(outside) == 0.5 + 4  # meanwhile outside: 2 + 10 / 10
-    outside[3, 1] = 15  # rank 1 sends 25 out of its host, receivers get 10 and 15
-    assert HOSTS.all_to_all_seconds(outside) == 0.5 + 4
-    outside[2, 0] = 30
-    assert HOSTS.all_to_all_seconds(outside) == 2 + 40 / 10
-
-
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
-def test_rings(name: str) -> None:
-    def seconds(hardware: Hardware, shard: float, ranks: int) -> float:
-        return getattr(hardware, f"{name}_seconds")(shard, ranks)
-
-    assert seconds(FLAT, 100, 4) == 0.5 + 3 * 100 / 100
-    assert seconds(FLAT, 100, 1) == seconds(FLAT, 0, 4) == 0
-    # One host: the outer level has nothing to do.
-    assert seconds(HOSTS, 100, 2) == 0.5 + 1
-    # Three hosts: each takes in 4 shards, 2 by each rank; the inner level brings a rank the other 3.
-    assert seconds(HOSTS, 100, 6) == 2 + 2 * 100 / 10
-    fast_outside = dataclasses.replace(HOSTS, links=(HOSTS.links[0], Link(1000.0, 0.0)))
-    assert seconds(fast_outside, 100, 6) == 0.5 + 3 * 100 / 100
-    # Three ranks: the second host is one rank that takes both other shards in alone.
-    assert seconds(HOSTS, 100, 3) == 2 + 2 * 100 / 10
+def test_times_worked_out_by_hand() -> None:
+    assert [found for found, _ in BY_HAND] == [seconds for _, seconds in BY_HAND]
 
 
 def test_three_levels_tile_what_a_rank_receives() -> None:
@@ -78,18 +82,8 @@ def test_three_levels_tile_what_a_rank_receives() -> None:
         links = tuple(Link(1.0 if i == slow else 1e9, 0.0, ranks) for i, ranks in enumerate(levels))
         hardware = dataclasses.replace(FLAT, links=links)
         assert hardware.all_gather_seconds(10, 8) == shards * 10
-        traffic = np.full((8, 8), 10.0)
         # All to all nothing is shared: 1 partner in the pair, 2 more in the four, 4 in the other half.
-        assert hardware.all_to_all_seconds(traffic) == (1, 2, 4)[slow] * 10
-
-
-def test_wire_factors() -> None:
-    doubled = dataclasses.replace(FLAT, wire=(("reduce_scatter", 2.0),))
-    assert doubled.reduce_scatter_seconds(100, 2) == 0.5 + 2
-    assert doubled.all_gather_seconds(100, 2) == 0.5 + 1
-    twice = dataclasses.replace(FLAT, wire=(("all_to_all", 2.0), ("all_gather", 3.0)))
-    assert twice.all_to_all_seconds(np.array([[0, 100], [0, 0]])) == 0.5 + 2
-    assert twice.all_gather_seconds(100, 2) == 0.5 + 3
+        assert hardware.all_to_all_seconds(np.full((8, 8), 10.0)) == (1, 2, 4)[slow] * 10
 
 
 @pytest.mark.parametrize("hardware", [H100, H200, B200, CPU_HOST, HOSTS], ids=lambda hardware: hardware.name)
@@ -125,27 +119,22 @@ def changed(**figures: Any) -> Hardware:
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Link(0, 0), "bandwidth .*0"),
-    (lambda: Link(float("inf"), 0), "bandwidth .*inf"),
     (lambda: Link(1, -1), "latency .*-1"),
     (lambda: Link(1, 0, ranks=1), "ranks .*1"),
     (lambda: Link(1, 0, ranks=2.0), "ranks .*integer"),
     (lambda: changed(attention_flops=-1), "attention_flops .*-1"),
     (lambda: changed(memory=True), "memory .*True"),
     (lambda: changed(kernel_seconds=float("nan")), "kernel_seconds"),
-    (lambda: changed(edge_pairs=-1), "edge_pairs"),
     (lambda: changed(links=()), r"\[\]"),
     (lambda: changed(links=(Link(1, 0, 8),)), r"\[8\]"),
     (lambda: changed(links=(Link(1, 0), Link(1, 0))), r"\[None, None\]"),
     (lambda: changed(links=(Link(1, 0, 4), Link(1, 0, 6), Link(1, 0))), r"\[4, 6, None\]"),
-    (lambda: changed(links=(Link(1, 0, 4), Link(1, 0, 2), Link(1, 0))), r"\[4, 2, None\]"),
     (lambda: changed(wire=(("broadcast", 1.0),)), "'broadcast'"),
     (lambda: changed(wire=(("all_gather", 0.5),)), "1 or more"),
     (lambda: changed(wire=(("all_gather", 1.0), ("all_gather", 2.0))), "at most once"),
-    (lambda: changed(wire=(("all_gather", "2"),)), "'2'"),
     (lambda: FLAT.copy_seconds("8GB"), "num_bytes .*'8GB'"),
     (lambda: FLAT.all_gather_seconds("8GB", 2), "shard_bytes .*'8GB'"),
     (lambda: FLAT.reduce_scatter_seconds(-1, 2), "shard_bytes .*-1"),
-    (lambda: FLAT.all_to_all_seconds([["0", "8GB"], [0, 0]]), "'8GB'"),
     (lambda: FLAT.all_to_all_seconds(np.zeros((2, 3))), r"\(2, 3\)"),
     (lambda: FLAT.all_to_all_seconds(np.array([[0, -1], [0, 0]])), "not negative"),
     (lambda: H100.with_host_size(1), "1;"),
