@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import spanwise
-from spanwise import GlobalBatch, GlobalBatchDataset, GlobalBatches, GlobalBatchStream
+from spanwise import GlobalBatchDataset, GlobalBatches, GlobalBatchStream
 from spanwise.batch.global_batches import DocumentOrder
 from tests.scripts import forked
 
@@ -69,44 +69,35 @@ def test_ranks_together_read_and_hold_every_token_once(
         return
     held: list[int] = []
     for batch in batches:
-        _check_batch(batch, lengths, ranks, held)
-        tokens = batch.plan.layout.tokens_per_rank
-        assert batch.num_tokens <= batches.batch_tokens and tokens.min() > 0
+        layout = batch.plan.layout
+        assert batch.num_tokens <= batches.batch_tokens and layout.tokens_per_rank.min() > 0
         if batches.pad:
-            assert tokens.tolist() == [4 * blocks] * ranks
+            assert layout.tokens_per_rank.tolist() == [4 * blocks] * ranks
         if batches.cut and batch.next_position != batches.end:
             assert batch.num_tokens == batches.batch_tokens
+        table = [  # of each token, worked out from the pieces
+            (1000 * d + i, 1000 * d + i + 1 if i + 1 < stop else -100, i - start)
+            for d, start, stop in batch.pieces.tolist()
+            for i in range(start, stop)
+        ]
+        table += [(0, -100, 0)] * (batch.plan.seq_len - len(table))
+        labels = 0
+        for rank in range(ranks):
+            source, places = Source(lengths), layout.indices(rank)
+            mine = batch.load(source, rank)
+            expected = np.array([table[t] for t in places]).reshape(-1, 3).T
+            for name, want in zip(("input_ids", "labels", "position_ids"), expected, strict=True):
+                assert mine[name].dtype == torch.int64
+                np.testing.assert_array_equal(mine[name][0], want)
+            assert source.reads == [tuple(row) for row in batch.reads(rank).tolist()]
+            read = [1000 * d + i for d, start, stop in source.reads for i in range(start, stop)]
+            own = expected[0][places < batch.num_tokens].tolist()
+            assert set(own) <= set(read) <= set(own) | set(expected[1].tolist())  # and the labels, no more
+            held += own
+            labels += int((mine["labels"] != -100).sum())
+        assert labels == batch.num_valid
     every = [1000 * d + i for d, n in enumerate(lengths) for i in range(n)] * options["epochs"]
     assert sorted(held) == sorted(every)
-
-
-def _check_batch(batch: GlobalBatch, lengths: list[int], ranks: int, held: list[int]) -> None:
-    """Every rank's tensors, worked out token by token from the pieces; adds the tokens of all ranks to `held`."""
-    table = [
-        (1000 * d + i, 1000 * d + i + 1 if i + 1 < stop else -100, i - start)
-        for d, start, stop in batch.pieces.tolist()
-        for i in range(start, stop)
-    ]
-    table += [(0, -100, 0)] * (batch.plan.seq_len - len(table))
-    labels = 0
-    for rank in range(ranks):
-        source = Source(lengths)
-        mine = batch.load(source, rank)
-        expected = np.array([table[t] for t in batch.plan.layout.indices(rank)]).reshape(-1, 3).T
-        for name, want in zip(("input_ids", "labels", "position_ids"), expected, strict=True):
-            assert mine[name].dtype == torch.int64
-            np.testing.assert_array_equal(mine[name][0], want)
-        assert source.reads == [tuple(row) for row in batch.reads(rank).tolist()]
-        read = [1000 * d + i for d, start, stop in source.reads for i in range(start, stop)]
-        own = [
-            int(t)
-            for t, place in zip(expected[0], batch.plan.layout.indices(rank), strict=True)
-            if place < batch.num_tokens
-        ]
-        assert set(own) <= set(read) <= set(own) | set(expected[1].tolist())  # and the labels, no more
-        held += own
-        labels += int((mine["labels"] != -100).sum())
-    assert labels == batch.num_valid
 
 
 def as_values(batch: dict[str, Any]) -> tuple[Any, ...]:
@@ -120,22 +111,9 @@ def dataset(rank: int = 1, **options: Any) -> GlobalBatchDataset:
     return GlobalBatchDataset(batches, [1000 * d + np.arange(n) for d, n in enumerate(lengths)], rank)
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_resumed_behind_any_batch_it_goes_on_there(cut: bool) -> None:
-    whole = [as_values(batch) for batch in dataset(cut=cut)]
-    assert len(whole) == len(dataset(cut=cut).batches) > 5
-    first = dataset(cut=cut)
-    for count, batch in enumerate(first, 1):
-        assert first.state_dict() == batch["state"]  # without workers
-        resumed = dataset(cut=cut)
-        resumed.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
-        assert [as_values(later) for later in resumed] == whole[count:]
-    assert [as_values(batch) for batch in first] == whole  # an iteration begins where the last loaded state says
-
-
 def worker_batches(data: GlobalBatchDataset | GlobalBatchStream, worker: int, workers: int) -> Any:
-    """The iteration of a worker of a loader."""
-    info = SimpleNamespace(id=worker, num_workers=workers)
+    """The iteration of a worker of a loader; of no loader if there are none."""
+    info = SimpleNamespace(id=worker, num_workers=workers) if workers else None
     each = iter(data)
     while True:
         with mock.patch(f"{type(data).__module__}.get_worker_info", return_value=info):
@@ -145,24 +123,28 @@ def worker_batches(data: GlobalBatchDataset | GlobalBatchStream, worker: int, wo
         yield batch
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_take_turns_and_each_resumes_by_its_own_state(workers: int) -> None:
-    """In the order of a `DataLoader`; torchdata's loader keeps the state of each worker."""
-    whole = [as_values(batch) for batch in dataset()]
+@pytest.mark.parametrize(("workers", "cut"), [(0, False), (0, True), (1, False), (3, True)])
+def test_resumed_behind_any_batch_it_goes_on_there(workers: int, cut: bool) -> None:
+    """Workers take turns, as in a `DataLoader`; each resumes by its own state, which torchdata's loader keeps."""
+    data = dataset(cut=cut)
+    whole = [as_values(batch) for batch in data]
+    assert len(whole) == len(data.batches) > 5
+    assert [as_values(batch) for batch in data] == whole  # an iteration begins where the last loaded state says
 
     def batches(states: list[Any], first: int = 0) -> Any:
         """Each batch, beginning with that of worker `first`, and the states of the workers after it."""
-        copies = [pickle.loads(pickle.dumps(dataset())) for _ in range(workers)]
+        copies = [pickle.loads(pickle.dumps(dataset(cut=cut))) for _ in states]
         for copy, state in zip(copies, states, strict=True):
-            copy.load_state_dict(state)
+            copy.load_state_dict(pickle.loads(pickle.dumps(state)))
         each = [worker_batches(copy, index, workers) for index, copy in enumerate(copies)]
-        for turn in itertools.islice(itertools.cycle(range(workers)), first, None):
+        for turn in itertools.islice(itertools.cycle(range(len(states))), first, None):
             if (batch := next(each[turn], None)) is None:
                 return
             states = [*states[:turn], copies[turn].state_dict(), *states[turn + 1 :]]
+            assert workers or states == [batch["state"]]
             yield as_values(batch), turn, states
 
-    found = list(batches([dataset().state_dict()] * workers))
+    found = list(batches([dataset(cut=cut).state_dict()] * max(workers, 1)))
     assert [batch for batch, *_ in found] == whole
     for count, (_, turn, states) in enumerate(found, 1):
         assert [batch for batch, *_ in batches(states, turn + 1)] == whole[count:]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import spanwise
@@ -120,21 +119,6 @@ def test_three_rows_of_positions_that_start_anew() -> None:
     assert _starts(torch.cat([torch.zeros(3, 1, dtype=torch.long), frames], 1)[:, None]) == [0, 5]
     unsigned = torch.tensor([[0, 1, 2, 0, 1]], dtype=torch.uint8)  # differences of uint8 are never negative
     assert _starts(unsigned, attention_mask=torch.ones(1, 5)) == _starts(unsigned.expand(3, 1, 5)) == [0, 3, 5]
-
-
-@pytest.mark.parametrize("longer", [False, True], ids=["alone", "a longer batch before the backward"])
-def test_a_checkpoint_around_a_model_whose_frequencies_depend_on_the_length(longer: bool) -> None:
-    """transformers keeps the frequencies of the longest batch so far; recomputed ones differ as on one device."""
-    model = tiny.model_of("llama, dynamic NTK")
-    short, long = ({"input_ids": d[None], "labels": d[None], "use_cache": False} for d in tiny.documents_of((24, 60)))
-
-    def step(model: Any, batch: Any) -> Any:
-        loss = checkpoint(lambda: model(**batch).loss, use_reentrant=False)
-        if longer:
-            model(**long)
-        return tiny.differentiated(model, loss)
-
-    tiny.check(tiny.train(model, short, act=step), step(copy.deepcopy(model), short))
 
 
 # --- ranks with different batches of equal lengths, or other parameters: an error on every rank ----------------------

@@ -191,12 +191,11 @@ def many_of_tokens(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """By each way to leave padding out, and the balance of experts."""
     valid, hidden = labels != -100, outputs.hidden_states[-1]
     means = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
-    selected = outputs.logits[valid].logsumexp(-1).mean()
-    filled = outputs.logits.logsumexp(-1).masked_fill(~valid, 0.0).mean()
-    chosen = torch.where(valid, hidden.norm(dim=-1), 0.0).mean()
-    ignored = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    balance: Any = load_balancing_loss_func(outputs.router_logits, 4, 2, valid)
-    return means.norm(dim=-1).mean() + selected + filled + chosen + ignored + balance
+    total = outputs.logits[valid].logsumexp(-1).mean() + means.norm(dim=-1).mean()
+    total += outputs.logits.logsumexp(-1).masked_fill(~valid, 0.0).mean()
+    total += torch.where(valid, hidden.norm(dim=-1), 0.0).mean()
+    total += F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return total + load_balancing_loss_func(outputs.router_logits, 4, 2, valid)
 
 
 READING: dict[str, Loss] = {
