@@ -12,11 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from spanwise import _torch
 from spanwise.attention.kernels import flex as flex_module
 from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.flex import Flex
@@ -64,27 +62,6 @@ def test_fourteen_plans_share_two_graphs() -> None:
     for mask in masks:
         run(mask)
     assert graphs() - before <= 2
-
-
-def test_plans_share_two_graphs_inside_a_compiled_module() -> None:
-    """The keys are collected from a longer buffer, as attention does."""
-    backend = CompileCounterWithBackend("eager")
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def module(q: torch.Tensor, buffer: torch.Tensor, pick: torch.Tensor, part: Any) -> Any:
-        key = buffer.index_select(2, pick)
-        return Flex().attend(q, key, key + 1, part, POSITIONS, OPTIONS)
-
-    buffer = torch.randn(2, 2, 2000, 16)
-    for mask in plans(6):
-        inputs = draw(mask, (4, 2, 16, 16), torch.float32)
-        pick = _torch.mark_dynamic(torch.randint(0, 2000, (Flex().capacity(mask.kv_len),)), 0)
-        kv_pos = torch.arange(mask.kv_len, dtype=torch.int32)[None]
-        got = module(inputs.q, buffer, pick, chunk(Flex(), inputs.k, inputs.v, mask, kv_pos)[2])
-        key = buffer[:, :, pick[: mask.kv_len]]
-        want = attend(Flex(), inputs.q, key, key + 1, mask, OPTIONS)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert backend.frame_count <= 2
 
 
 def test_the_lse_of_an_empty_row_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -16,11 +15,10 @@ from hypothesis import given, strategies as st
 from spanwise.attention.kernels import _tiles
 from spanwise.attention.kernels._tiles import max_logit, plan_tiles, tiles
 from spanwise.attention.kernels.base import AttentionOptions
-from spanwise.attention.kernels.merge import Merging
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.masks.span_mask import SpanMask
-from tests.attention.stand_ins import PARTS, attend, chunk, dense_flex
-from tests.oracle import Inputs, expected, relative_error
+from tests.attention.stand_ins import PARTS, attend, dense_flex
+from tests.oracle import Inputs, expected
 from tests.pairs import covering
 
 pytestmark = [
@@ -208,42 +206,6 @@ def test_max_logit(mask: str) -> None:
         options = {"scale": 0.3, "softcap": softcap, "bias": None}
         want = expected(inputs, torch.from_numpy(spans.dense()), options).values["max_logit"]
         torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("wanted", ["q", "kv", "one chunk"])
-def test_some_inputs_without_gradient(wanted: str) -> None:
-    mask, kernel = MASKS["documents"], KERNELS["sdpa"]
-    inputs = draw(mask, SHAPES[0], torch.float64)
-    want = expected(inputs, torch.from_numpy(mask.dense()), {"scale": 0.3, "softcap": None, "bias": None}).values
-    q = inputs.q.clone().requires_grad_(wanted == "q")
-    merging, queries, leaves = Merging(q.dtype), kernel.queries(q), [(q, want["dq"])] if wanted == "q" else []
-    for n, (i, j) in enumerate(itertools.pairwise(round(at * ROWS) for at in PARTS)):
-        needs = wanted == "kv" or (wanted == "one chunk" and n == 3)
-        k, v = (x[:, :, i:j].clone().requires_grad_(needs) for x in (inputs.k, inputs.v))
-        leaves += [(k, want["dk"][:, :, i:j]), (v, want["dv"][:, :, i:j])] if needs else []
-        here = SpanMask(mask.start.clip(i, j) - i, mask.end.clip(i, j) - i, j - i)
-        part = chunk(kernel, k, v, here, torch.arange(i, j, dtype=torch.int32)[None], mask.num_spans)[2]
-        merging.add(kernel.attend_part(queries, k, v, part, torch.empty(0), AttentionOptions(0.3)))
-    grads = torch.autograd.grad(merging.result(), [x for x, _ in leaves], (inputs.grad_out, inputs.grad_lse))
-    assert all(relative_error(grad, exact) <= 1e-10 for grad, (_, exact) in zip(grads, leaves, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
-def test_eight_parts_are_rounded_once(kernel: str, dtype: torch.dtype) -> None:
-    """Results as near to the truth as those of one call over all keys, though out and dq are sums over all parts."""
-    inputs, mask = draw(MASKS["causal"], (4, 4, 32, 32), dtype), MASKS["causal"]
-    want = expected(inputs, torch.from_numpy(mask.dense()), {"scale": 0.3, "softcap": None, "bias": None}).values
-
-    def errors(cuts: Any) -> list[float]:
-        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-        got = attend(KERNELS[kernel], *leaves, mask, AttentionOptions(0.3), cuts)
-        grads = torch.autograd.grad(got, leaves, (inputs.grad_out, inputs.grad_lse.float()))
-        found = zip((got[0], *grads), ("out", "dq", "dk", "dv"), strict=True)
-        return [float((x.detach().double() - want[name]).square().mean().sqrt()) for x, name in found]
-
-    for parts, whole in zip(errors([i / 8 for i in range(9)]), errors((0, 1)), strict=True):
-        assert parts <= 1.25 * whole
 
 
 def test_score_mod_that_masks_a_whole_row() -> None:

@@ -35,26 +35,19 @@ PLAN_TIME = {
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {
     "attention/compare.py": {
-        "value.numpy()",
-        "float(number)",
-        "float(value)",
-        "int(forward[0])",
-        "mesh.mesh.flatten().tolist()",
+        "value.numpy()", "float(number)", "float(value)", "int(forward[0])", "mesh.mesh.flatten().tolist()",
         "torch.tensor(record(call, [*map(_torch.find_group, groups.split())], lambda: ranks, of))",
     },
     "attention/failure.py": {"mesh.mesh.flatten().tolist()"},
+    "attention/kernels/varlen.py": {"calls.tolist()"},
+    "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
+    "batch/loss.py": {"num_valid.item()", "int((labels != IGNORE_INDEX).sum())"},
+    "batch/token_scores.py": {"wrong.nonzero()", "wrong.nonzero()[:1].tolist()"},
+    "batch/trees.py": {"torch.tensor(list(digest), dtype=torch.uint8)"},
     "recurrence/layers.py": {"float(factor)"},
     "recurrence/_ops.py": {"counts.tolist()", "read_counts.tolist()"},
     "recurrence/chunkwise.py": {"counts.tolist()"},
-    "attention/tokens.py": {"int(plan.kv_layout.tokens_per_rank.max())"},
-    "batch/trees.py": {"torch.tensor(list(digest), dtype=torch.uint8)"},
-    "batch/loss.py": {
-        "num_valid.item()",
-        "int((labels != IGNORE_INDEX).sum())",
-    },
-    "batch/token_scores.py": {"wrong.nonzero()", "wrong.nonzero()[:1].tolist()"},
-    "attention/kernels/varlen.py": {"calls.tolist()"},
-}
+}  # fmt: skip
 
 _READS = {"item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique", "synchronize"}
 _NUMBERS = {"bool", "int", "float"}

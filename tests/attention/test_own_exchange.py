@@ -96,7 +96,7 @@ def test_what_is_no_exchange_is_refused(relay: Function, tmp_path: Path) -> None
     for wrong in (object(), ["needed"], {}, "relay", type("Relay", (), {})):
         with pytest.raises(ValueError, match="unknown exchange"):
             make(DOCUMENTS, 2, wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got stages=3; use exchange='needed'"):
+    with pytest.raises(ValueError, match="stages=3"):
         make(DOCUMENTS, 2, relay, stages=3)
     for name in ("auto", "needed", "ulysses"):  # a file could mistake these
         steps = functools.partial(cut, at=2)

@@ -214,6 +214,7 @@ FLEX = {
     # The last block of keys is full, but for spare keys behind it.
     "refetched": Case({"default": SpanMask.full(300)}, stages=2, keep_kv=False),
     "padded": Case({"default": PADDED[0]}, packing=PADDED[1], exchange="ring"),
+    "compiled": Case({"default": SpanMask.causal(300)}, stages=2, style="compiled by aot_eager"),
 }  # fmt: skip
 
 
@@ -230,7 +231,8 @@ def on_flex(rank: int, mesh: DeviceMesh, case: Case, *given: Any) -> dict[str, t
 @pytest.mark.parametrize("name", [x if x != "all_gather" else pytest.param(x, marks=SLOW) for x in FLEX])
 def test_flex_matches_one_device(gloo_pool: GlooPool, name: str) -> None:
     options: dict[str, Any] = {"levels": (2, 1), "kernel": "flex", "dtype": "float32", "dims": (16, 16)}
-    case = dataclasses.replace(FLEX[name], rank_plan=False, balancer="lpt", **options)
+    compiled = FLEX[name].style.startswith("compiled")
+    case = dataclasses.replace(FLEX[name], rank_plan=compiled, balancer="lpt", **options)
     check(case, lambda num_ranks, _, *given, **mesh: gloo_pool.run(num_ranks, on_flex, *given, **mesh))
 
 
