@@ -54,11 +54,9 @@ class Stage:
         for axis in ("dp", "pp")[: 1 + (self.stages > 1)]:
             every = {tuple(dataclasses.replace(self, rank=r).ranks(axis)) for r in range(self.stages * self.dp)}
             for ranks in sorted(every):
-                fake = _torch.is_simulated(dist.group.WORLD)
-                if self.rank in ranks or not fake:
+                if self.rank in ranks or not _torch.is_simulated(dist.group.WORLD):
                     group = dist.new_group(list(ranks))
-                    if self.rank in ranks:
-                        found[axis] = _torch.group_name(group)
+                    found |= {axis: _torch.group_name(group)} if self.rank in ranks else {}
         return found
 
     def inputs(self) -> list[torch.Tensor]:

@@ -81,22 +81,6 @@ class Cost:
         return self.ratio
 
 
-def foreach(x: torch.Tensor, y: torch.Tensor) -> None:
-    torch._foreach_mul_([x, y], 1.5)
-
-
-def square(x: torch.Tensor) -> torch.Tensor:
-    """A view of `x` with two dims of one size."""
-    size = max(1, int(x.numel() ** 0.5))
-    return x.as_strided((size, size), (1, size), x.storage_offset()) if x.is_contiguous() else x
-
-
-def batch_norm(x: torch.Tensor, y: torch.Tensor) -> Any:
-    mean, var = x.reshape(-1)[:1], y.reshape(-1).clone()[:1].abs()
-    rows = y.reshape(-1, 1).clone()
-    return ATEN.native_batch_norm(rows, None, None, mean, var, True, 0.1, 1e-5)[0], var
-
-
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add_": lambda x, y: x.add_(1),
     "copy_": lambda x, y: x.copy_(y.mean().expand_as(x)),
@@ -106,11 +90,9 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "transposed in place": lambda x, y: x.t_() if x.dim() == 2 and x.shape[0] == x.shape[1] else x,
     "unsqueezed in place": lambda x, y: x.unsqueeze_(0) if x.dim() < 3 else x.squeeze_(),
     "random in place": lambda x, y: x.uniform_(),
-    "several in place": foreach,
     "out": lambda x, y: torch.mul(x, 0.5, out=torch.empty_like(x)),
     "out given": lambda x, y: torch.mul(y, 0.5, out=x) if x.shape == y.shape and x.dtype == y.dtype else None,
     "relu_ of a view": lambda x, y: x.reshape(-1)[::2].relu_(),
-    "batch norm": lambda x, y: batch_norm(x, y) if x.dtype == y.dtype == torch.float32 and y.numel() > 1 else None,
 }
 READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda x, y: x + y.sum(),
@@ -121,7 +103,6 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "unbound": lambda x, y: x.unbind()[:3] if x.dim() and x.shape[0] < 9 else x,
     "detach": lambda x, y: x.detach(),
     "expanded": lambda x, y: x.unsqueeze(0).expand(2, *x.shape),
-    "strided": lambda x, y: square(x),
     "diagonal": lambda x, y: x.diagonal() if x.dim() > 1 else x,
     "unfolded": lambda x, y: x.reshape(-1).unfold(0, 2, 1) if x.numel() > 1 else x,
     "bits": lambda x, y: x.view(torch.int32).view(torch.float32) if x.dtype is torch.float32 else x,
@@ -141,33 +122,25 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "several": lambda x, y: torch._foreach_add([x, y], 1.0),
 }
 STATEMENTS = WRITES | READS
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce max", "all_reduce_", "all_to_all", "all_gather out",
-         "broadcast", "broadcast_", "all_reduce several", "all_gather several", "all_reduce_ several")  # fmt: skip
+START: dict[str, Callable[[torch.Tensor, str], Any]] = {  # collectives of two ranks on a flat tensor
+    "all_gather": lambda x, group: OPS.all_gather_into_tensor(x, 2, group),
+    "all_gather out": lambda x, group: OPS.all_gather_into_tensor_out(x, 2, group, out=x.new_empty(2 * len(x))),
+    "reduce_scatter": lambda x, group: OPS.reduce_scatter_tensor(torch.cat([x, x * 2]), "sum", 2, group),
+    "all_reduce": lambda x, group: OPS.all_reduce(x, "sum", group),
+    "all_reduce max": lambda x, group: OPS.all_reduce(x, "max", group),
+    "all_reduce_": lambda x, group: OPS.all_reduce_(x.clone(), "sum", group),
+    "broadcast": lambda x, group: OPS.broadcast(x, 0, group),
+    "broadcast_": lambda x, group: OPS.broadcast_(x.clone(), 1, group),
+    "all_reduce several": lambda x, group: OPS.all_reduce_coalesced([x, x + 1], "sum", group),
+    "all_reduce_ several": lambda x, group: OPS.all_reduce_coalesced_([x.clone(), x + 1], "sum", group),
+    "all_gather several": lambda x, group: OPS.all_gather_into_tensor_coalesced([x, x * 2], 2, group),
+    "all_to_all": lambda x, group: OPS.all_to_all_single(torch.cat([x, -x]), [len(x)] * 2, [len(x)] * 2, group),
+}
 
 
 def programs() -> st.SearchStrategy[Program]:
-    names = sorted(STATEMENTS) + 3 * list(KINDS) + 20 * ["wait"]
+    names = sorted(STATEMENTS) + 3 * list(START) + 20 * ["wait"]
     return st.lists(st.tuples(st.sampled_from(names), st.integers(0, 99), st.integers(0, 99)), min_size=4, max_size=40)
-
-
-def start(kind: str, x: torch.Tensor, group: str) -> list[torch.Tensor]:
-    """Start a collective of two ranks on a contiguous tensor of at most 32 elements."""
-    x = x.reshape(-1)[:32].contiguous()
-    found = {
-        "all_gather": lambda: OPS.all_gather_into_tensor(x, 2, group),
-        "all_gather out": lambda: OPS.all_gather_into_tensor_out(x, 2, group, out=x.new_empty(2 * len(x))),
-        "reduce_scatter": lambda: OPS.reduce_scatter_tensor(torch.cat([x, x * 2]), "sum", 2, group),
-        "all_reduce": lambda: OPS.all_reduce(x, "sum", group),
-        "all_reduce max": lambda: OPS.all_reduce(x, "max", group),
-        "all_reduce_": lambda: OPS.all_reduce_(x.clone(), "sum", group),
-        "broadcast": lambda: OPS.broadcast(x, 0, group),
-        "broadcast_": lambda: OPS.broadcast_(x.clone(), 1, group),
-        "all_reduce several": lambda: OPS.all_reduce_coalesced([x, x + 1], "sum", group),
-        "all_reduce_ several": lambda: OPS.all_reduce_coalesced_([x.clone(), x + 1], "sum", group),
-        "all_gather several": lambda: OPS.all_gather_into_tensor_coalesced([x, x * 2], 2, group),
-        "all_to_all": lambda: OPS.all_to_all_single(torch.cat([x, -x]), [len(x)] * 2, [len(x)] * 2, group),
-    }[kind]()
-    return [found] if isinstance(found, torch.Tensor) else found
 
 
 def traced(program: Program, mode: str = "fake") -> tuple[fx.GraphModule, list[list[torch.Tensor]]]:
@@ -178,8 +151,9 @@ def traced(program: Program, mode: str = "fake") -> tuple[fx.GraphModule, list[l
         under_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # what was started, and on what
         for name, first, second in program:
             x, y = values[first % len(values)], values[second % len(values)]
-            if name in KINDS and x.numel():
-                under_way += [(one, x) for one in start(name, x, "tp" if second % 3 else "dp")]
+            if name in START and x.numel():
+                begun = START[name](x.reshape(-1)[:32].contiguous(), "tp" if second % 3 else "dp")
+                under_way += [(one, x) for one in tree_leaves(begun)]
             elif name == "wait" and under_way:
                 values.append(OPS.wait_tensor(under_way.pop(first % len(under_way))[0]))
             elif name in STATEMENTS and x.numel() and y.numel():

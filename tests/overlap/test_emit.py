@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import random
 from collections.abc import Callable, Hashable
@@ -28,21 +29,16 @@ OPS = torch.ops._c10d_functional
 
 
 def some_buckets(captured: Captured, choose: random.Random) -> list[list[int]]:
-    """Random sets of starts of one key that can be merged."""
+    """Random sets of starts of one key; those that cannot be merged are left out."""
     found: list[list[int]] = []
-    keys = bucket_keys(captured)
-    for i in (i for i, key in enumerate(keys) if key is not None):
-        for at, bucket in enumerate(found):
-            if keys[bucket[0]] == keys[i] and choose.random() < 0.8:
-                more = [[*b, i] if b is bucket else b for b in found]
-                try:
-                    merge(captured.dag, more)
-                except GraphError:
-                    continue
-                found[at] = more[at]
-                break
-        else:
-            found.append([i])
+    keys, starts = bucket_keys(captured), list(captured.dag.starts)
+    for key in dict.fromkeys(keys[i] for i in starts if keys[i] is not None):
+        alike = [i for i in starts if keys[i] == key and choose.random() < 0.8]
+        half = choose.randint(0, len(alike))
+        for members in (alike[:half], alike[half:]):
+            with contextlib.suppress(GraphError):
+                merge(captured.dag, [*found, members] if members else found)
+                found += [members] * (len(members) > 1)
     return found
 
 

@@ -10,20 +10,15 @@ import torch
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 
 
-def test_operators_of_others_that_are_not_registered(tmp_path: Path) -> None:
-    library = torch.library.Library("spanwise_test_elsewhere", "DEF")
+def test_unknown_operators_and_files_that_hold_no_graphs(tmp_path: Path) -> None:
+    path, library = tmp_path / "g", torch.library.Library("spanwise_test_elsewhere", "DEF")
     library.define("double(Tensor x) -> Tensor")
     graph = torch.fx.Graph()
-    operator = torch.ops.spanwise_test_elsewhere.double.default
-    graph.output(graph.call_function(operator, (graph.placeholder("x"),)))
-    save_graphs(tmp_path / "g", {"one": torch.fx.GraphModule({}, graph)})
+    graph.output(graph.call_function(torch.ops.spanwise_test_elsewhere.double.default, (graph.placeholder("x"),)))
+    save_graphs(path, {"one": torch.fx.GraphModule({}, graph)})
     library._destroy()
     with pytest.raises(ValueError, match="spanwise_test_elsewhere.*'double'.*import the modules"):
-        load_graphs(tmp_path / "g")
-
-
-def test_files_that_hold_no_graphs(tmp_path: Path) -> None:
-    path = tmp_path / "g"
+        load_graphs(path)
     save_graphs(path, {"one": torch.fx.symbolic_trace(torch.nn.ReLU())})
     data = path.read_bytes()
     torch.save({"a": torch.ones(3)}, path)

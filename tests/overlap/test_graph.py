@@ -97,6 +97,11 @@ def compared(x: torch.Tensor) -> Any:
     return results
 
 
+def profiled(x: torch.Tensor) -> Any:
+    with torch.profiler.record_function("outer"), torch.profiler.record_function("inner"):
+        return x.sin()
+
+
 def waits_for_another_graph(x: torch.Tensor) -> Any:
     y = x + 1
     begun = OPS.all_gather_into_tensor(y.sin(), 2, "tp")
@@ -107,6 +112,7 @@ FOLLOWS: list[tuple[Callable[[torch.Tensor], Any], Expected]] = [
     (operand_written, {"add_": {"wait_tensor"}}),
     (batch_norm, {"native_batch_norm": {"mul"}, "add": {"native_batch_norm"}, "add_1": {"native_batch_norm"}}),
     (copied_in, {"add": {"all_gather_copy_in"}, "sub": {"chunk_cat"}, "mul": {"_pre_bucket_reduce_scatter"}}),
+    (profiled, {"_record_function_exit": {"_record_function_enter_new_1"}}),
     (random_branch, {"cond": {"rand_like"}, "randn_like": {"cond"}}),
     (compared, {"all_gather_into_tensor": {"compare_call"}, "all_gather_into_tensor_1": {"compare_call_1"},
                 "compare_call_1": {"compare_call"}}),
@@ -114,6 +120,7 @@ FOLLOWS: list[tuple[Callable[[torch.Tensor], Any], Expected]] = [
 ]  # fmt: skip
 # Nodes that do not follow others, neither directly nor over other nodes.
 APART = {
+    "profiled": [("sin", "_record_function_enter_new")],
     "copied_in": [("sin", "chunk_cat"), ("chunk_cat", "all_gather_copy_in")],
     "compared": [("sin", "compare_call_1"), ("compare_call_1", "wait_tensor")],
     "waits_for_another_graph": [("cos", "wait_tensor")],
@@ -142,23 +149,21 @@ def test_a_collective_without_a_wait_keeps_its_memory() -> None:
 def test_memory_that_only_the_storages_show() -> None:
     """Shared by fake tensors and not by schemas."""
 
-    def shared(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    def shared(graph: fx.Graph, x: fx.Node, later: bool = False) -> fx.Node:
         y, z = (graph.call_function(op, (x,)) for op in (ATEN.clone.default, ATEN.sin.default))
-        y.meta["val"] = torch.empty(4, 4)
-        z.meta["val"] = y.meta["val"].view(16)
-        z.args = (y,)
-        graph.call_function(ATEN.add_.Scalar, (z, 1))
-        return graph.call_function(ATEN.cos.default, (y,))
-
-    def shared_later(graph: fx.Graph, x: fx.Node) -> fx.Node:
-        y, z = (graph.call_function(ATEN.clone.default, (x,)) for _ in range(2))
         y.meta["val"], z.meta["val"] = torch.empty(4, 4), torch.empty(4, 4)
-        graph.call_function(ATEN.set_.source_Tensor, (y, z)).meta["val"] = torch.empty(4, 4)
-        graph.call_function(ATEN.add_.Scalar, (y, 1)).meta["val"] = y.meta["val"]
-        return graph.call_function(ATEN.cos.default, (z,))
+        if later:
+            graph.call_function(ATEN.set_.source_Tensor, (y, z)).meta["val"] = torch.empty(4, 4)
+            graph.call_function(ATEN.add_.Scalar, (y, 1)).meta["val"] = y.meta["val"]
+        else:
+            z.meta["val"], z.args = y.meta["val"].view(16), (y,)
+            graph.call_function(ATEN.add_.Scalar, (z, 1))
+        return graph.call_function(ATEN.cos.default, (z if later else y,))
 
-    assert all("add_" in deps(to_dag(by_hand(build), one), "cos") for build in (shared, shared_later))
-    assert [s.num_bytes for s in to_dag(by_hand(shared), one).dag.storages] == [64, 64]  # clone and cos
+    for later in (False, True):
+        captured = to_dag(by_hand(lambda graph, x, later=later: shared(graph, x, later)), one)
+        assert "add_" in deps(captured, "cos")
+        assert later or [s.num_bytes for s in captured.dag.storages] == [64, 64]  # clone and cos
 
 
 def test_items_that_are_no_tensors_need_no_value() -> None:

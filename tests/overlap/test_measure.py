@@ -17,8 +17,9 @@ from spanwise.overlap.costs.timing import calls, trial
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.capture import CaptureConfig, capture
 from spanwise.overlap.fx.graph import to_dag
+from tests.overlap.test_costs import starts_of
 
-OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
+ATEN = torch.ops.aten
 CPU = torch.device("cpu")
 
 
@@ -126,17 +127,6 @@ def test_fused_chains_pay_for_the_bytes_that_one_kernel_moves() -> None:
     assert node_bytes(next(n for n in gm.graph.nodes if n.name == "mul"), fuse=False) == 192
 
 
-def starts(sizes: list[int]) -> tuple[list[fx.Node], fx.Node]:
-    graph = fx.Graph()
-    inputs = [graph.placeholder(f"x{i}") for i in range(len(sizes))]
-    found = [graph.call_function(OPS.all_gather_into_tensor.default, (x, 2, "g")) for x in inputs]
-    merged = graph.call_function(OPS.all_gather_into_tensor_coalesced.default, (inputs, 2, "g"))
-    for x, node, size in zip(inputs, found, sizes, strict=True):
-        x.meta["val"], node.meta["val"] = torch.empty(size), torch.empty(2 * size)
-    merged.meta["val"] = [torch.empty(2 * size) for size in sizes]
-    return found, merged
-
-
 class Latency:
     def __init__(self, ms: float) -> None:
         self.ms = ms
@@ -149,9 +139,10 @@ class Latency:
 
 
 def test_merged_collectives_pay_the_latency_of_the_fallback_once() -> None:
-    nodes, merged = starts([4, 8, 4])
+    nodes, merged = starts_of("all_gather_into_tensor", [4, 8, 4], 2)
     gathers = "_c10d_functional.all_gather_into_tensor.default"
-    table = {f"{gathers}(input=float32[{n}], group_size=2) over +0, +8": float(n) for n in (4, 8)}
+    inputs = [(dtype, n) for dtype in ("float32", "bfloat16") for n in (4, 8)]
+    table = {f"{gathers}(input={dtype}[{n}], group_size=2) over +0, +8": float(n) for dtype, n in inputs}
     for ranks in ((0, 8), (3, 11)):  # alike, wherever they begin
         measured = Measured(table, Latency(1.5), ranks={"g": ranks})
         assert [measured(n) for n in nodes] == [4, 8, 4]
@@ -159,7 +150,8 @@ def test_merged_collectives_pay_the_latency_of_the_fallback_once() -> None:
         assert measured.merged(nodes[:1]) == 4 and Measured(table, ranks={"g": ranks}).merged(nodes) == 16
     # Of a latency that is longer than a member no more than that one takes can be saved.
     for latency, sizes, ms in ((5.0, [8, 8, 4], 12), (100.0, [4, 8, 4], 8)):
-        assert Measured(table, Latency(latency), ranks={"g": (0, 8)}).merged(starts(sizes)[0]) == ms
+        gathered, _ = starts_of("all_gather_into_tensor", sizes, 2)
+        assert Measured(table, Latency(latency), ranks={"g": (0, 8)}).merged(gathered) == ms
     near, model = {"g": (0, 1)}, CostModel(CPU_HOST, ranks={"g": (0, 1)})
     with pytest.raises(GraphError, match="node 'all_gather_into_tensor_default': it was not measured"):
         Measured(table, ranks=near)(nodes[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -148,18 +148,9 @@ def test_what_no_graph_allows_is_refused() -> None:
     assert state(gm) == before
 
 
-class Priced:
-    """Random milliseconds by the names of nodes; merged collectives pay their latency once."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, node: fx.Node) -> float:
-        return random.Random(f"{self.seed} {node.name}").choice([0.0, 0.5, 1.0, 3.0, 10.0])
-
-    def merged(self, nodes: Sequence[fx.Node]) -> float:
-        each = [self(node) for node in nodes]
-        return max(each) + (sum(each) - max(each)) / 4
+def priced(seed: int) -> Callable[[fx.Node], float]:
+    """Random milliseconds by the names of nodes."""
+    return lambda node: random.Random(f"{seed} {node.name}").choice([0.0, 0.5, 1.0, 3.0, 10.0])
 
 
 @settings(deadline=None, max_examples=40)
@@ -170,8 +161,8 @@ def test_random_graphs_give_the_same_bits_on_all_ranks(
     """Random operators, writes in place, views, collectives over two groups."""
     gm, inputs = traced(program)
     before, expected = state(gm), run(gm, inputs)
-    peak = overlap.simulate(gm, Priced(seed)).peak_bytes
-    result = overlap.optimize(gm, Priced(seed), memory_budget=peak if tight else None, multiplier=multiplier)
+    peak = overlap.simulate(gm, priced(seed)).peak_bytes
+    result = overlap.optimize(gm, priced(seed), memory_budget=peak if tight else None, multiplier=multiplier)
     assert state(gm) == before
     assert result.timeline.makespan <= result.before.makespan
     assert result.timeline.peak_bytes <= result.budget and (result.budget == peak or not tight)
@@ -186,15 +177,13 @@ def test_buckets_are_priced_by_the_cost() -> None:
     gm, model = graphs_on(0).backward, model_cost(graphs_on(0))
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     table = {node.name: model(node) for node in nodes}
-    for cost in (model, table):
-        result = overlap.optimize(gm, cost)
-        dag = result.timeline.dag
-        for start in dag.starts:
-            members = [nodes[i] for i in result.members[start]]
-            price = model.merged(members) if cost is model else sum(table[node.name] for node in members)
-            assert dag.nodes[start].ms == pytest.approx(price)
-        assert result.timeline.makespan <= overlap.optimize(gm, cost, bucket=False).timeline.makespan * (1 + 1e-9)
-        assert cost is not model or len(dag.starts) < len(result.before.dag.starts)
+    for cost, price in ((model, model.merged), (table, lambda members: sum(table[node.name] for node in members))):
+        result, plain = (overlap.optimize(gm, cost, bucket=bucket).timeline for bucket in (True, False))
+        members = overlap.optimize(gm, cost).members
+        for start in result.dag.starts:
+            assert result.dag.nodes[start].ms == pytest.approx(price([nodes[i] for i in members[start]]))
+        assert result.makespan <= plain.makespan * (1 + 1e-9)
+        assert cost is not model or len(result.dag.starts) < len(plain.dag.starts)
 
 
 class Tower(torch.nn.Module):
@@ -216,17 +205,16 @@ def test_programs_of_torch_export() -> None:
     flat = program.graph_module
     nested = program.module()  # takes and returns what the module does
     with pytest.raises(GraphError, match="'copy__default'"):
-        overlap.optimize(nested, Priced(0))
+        overlap.optimize(nested, priced(0))
     FakeTensorProp(nested, _torch.fake_mode()).propagate(torch.randn(3, 4), torch.randn(4))
     for gm in (flat, nested):
-        result = overlap.optimize(gm, Priced(0))
-        assert result.timeline.makespan < result.before.makespan
+        result = overlap.optimize(gm, priced(0))
         module = result.graph_module
         module.graph.lint()
-        assert module.graph.python_code("self").src.count("all_gather") and module.meta == gm.meta
-        assert [n.name for n in module.graph.nodes if n.op in ("placeholder", "output")] == [
-            n.name for n in gm.graph.nodes if n.op in ("placeholder", "output")
-        ]
+        assert result.timeline.makespan < result.before.makespan and module.meta == gm.meta
+        assert module.graph.python_code("self").src.count("all_gather")
+        kept = [[n.name for n in of.graph.nodes if n.op in ("placeholder", "output")] for of in (module, gm)]
+        assert kept[0] == kept[1]
     values = [n.meta["val"] for n in flat.graph.nodes if n.op == "placeholder"]
     inputs = [[torch.randn(v.shape) + r for v in values] for r in range(4)]
-    same(run(overlap.optimize(flat, Priced(0)).graph_module, inputs), run(flat, inputs))
+    same(run(overlap.optimize(flat, priced(0)).graph_module, inputs), run(flat, inputs))

@@ -23,6 +23,7 @@ from spanwise.overlap.pytorch_pass import pytorch_order
 from spanwise.overlap.scheduler import ListScheduler
 from spanwise.overlap.search import schedule
 from tests.overlap.pipelines import OPS, Stage
+from tests.overlap.test_graph import follows
 
 pytestmark = [
     pytest.mark.compiles,
@@ -81,19 +82,11 @@ def test_what_is_received_is_written_until_its_wait() -> None:
         return early, OPS.wait_tensor(got) + 1, OPS.wait_tensor(sent).sum(), OPS.wait_tensor(other) + read
 
     captured = to_dag(make_fx(step, tracing_mode="fake")(torch.ones(4)), lambda node: 1.0)
-    names = [node.name for node in captured.dag.nodes]
-    before = depends(captured)
-
-    def follows(later: str, earlier: str) -> bool:
-        return bool(before[names.index(later)] >> names.index(earlier) & 1)
-
-    assert follows("irecv", "add") and follows("add_1", "wait_tensor") and not follows("mul", "batch_p2p_ops")
-    assert follows("batch_p2p_ops", "irecv")  # one peer
-    assert follows("add_2", "wait_tensor_2") and follows("wait_tensor_2", "wait_tensor_1")  # one wait for a batch
-    assert {captured.dag.nodes[s.maker].name for s in captured.dag.storages if "zeros" in names[s.maker]} == {
-        "zeros_like", "zeros_like_1"
-    }  # fmt: skip
-    assert not any(names[s.maker] == "irecv" for s in captured.dag.storages)
+    pairs = [("irecv", "add"), ("add_1", "wait_tensor"), ("add_2", "wait_tensor_2"), ("batch_p2p_ops", "irecv")]
+    assert all(follows(captured, *pair) for pair in [*pairs, ("wait_tensor_2", "wait_tensor_1")])  # one peer, one wait
+    assert not follows(captured, "mul", "batch_p2p_ops")
+    makers = [captured.dag.nodes[s.maker].name for s in captured.dag.storages]
+    assert {"zeros_like", "zeros_like_1"} <= set(makers) and "irecv" not in makers
 
 
 def legal(captured: Captured, theirs: Timeline) -> Timeline:
@@ -103,23 +96,32 @@ def legal(captured: Captured, theirs: Timeline) -> Timeline:
     return simulate(captured.dag, ListScheduler(captured.dag).in_units(order, np.arange(len(order))))
 
 
-STAGES = [
-    Stage(rank=2, stages=2, dim=4096, tokens=4096, microbatches=4, layers=4),
-    Stage(rank=0, stages=2, dim=4096, tokens=2048, microbatches=4, layers=4, each=False),
-    Stage(rank=2, stages=4, dim=4096, tokens=4096, microbatches=6, layers=3),
-]
+STAGES = {
+    "last": Stage(rank=2, stages=2, dim=4096, tokens=4096, microbatches=4, layers=4),
+    "first": Stage(rank=0, stages=2, dim=4096, tokens=2048, microbatches=4, layers=4, each=False),
+    "middle": Stage(rank=2, stages=4, dim=4096, tokens=4096, microbatches=6, layers=3),
+    "two": Stage(microbatches=2, layers=4, dp=8, dim=4096, tokens=4096),
+    "eight": Stage(microbatches=8, layers=4, dp=8, dim=4096, tokens=4096, each=False),
+    "short": Stage(microbatches=4, layers=6, dp=8, dim=4096, tokens=1024),
+}
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=["last", "first", "middle"])
-def test_a_stage_is_never_longer_than_pytorchs(stage: Stage) -> None:
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_or_a_step_is_never_longer_than_pytorchs(name: str) -> None:
     """PyTorch's pass changes the order of messages to one peer, which then arrive in each other's place."""
-    gm, ranks = stage.traced()
-    for hardware, hosts in ((H100, 8), (SLOW, 8), (SLOW, 2)):
+    gm, ranks = STAGES[name].traced()
+    has_messages = STAGES[name].stages > 1
+    for hardware, hosts in ((H100, 8), (SLOW, 2 if has_messages else 4)):
         cost = overlap.CostModel(hardware.with_host_size(hosts), ranks=ranks)
-        theirs, _ = pytorch_order(gm, cost, cost.latency, ranks=ranks, bucket=False)
-        result = overlap.optimize(gm, cost, bucket=False)
-        assert result.timeline.makespan <= 1.002 * legal(to_dag(gm, cost), theirs).makespan, (hardware.name, hosts)
-        assert result.timeline.makespan <= 1.001 * result.before.makespan and result.barriers == ()
+        captured = to_dag(gm, cost)
+        for bucket in (False,) if has_messages else (False, True):
+            theirs, _ = pytorch_order(gm, cost, cost.latency, ranks=ranks, bucket=bucket)
+            budget = None if has_messages else max(theirs.peak_bytes, captured.contracted.dag.peak_bytes())
+            result = overlap.optimize(gm, cost, bucket=bucket, memory_budget=budget)
+            theirs = legal(captured, theirs) if has_messages else theirs
+            assert result.timeline.makespan <= 1.002 * theirs.makespan, (hardware.name, hosts, bucket)
+            assert result.timeline.makespan <= 1.001 * result.before.makespan and result.barriers == ()
+            assert not bucket or len(result.timeline.dag.starts) <= len(theirs.dag.starts)
 
 
 Event = tuple[str, Any]  # "start" or "wait"; a message by the two ranks and its number, a collective by group and name

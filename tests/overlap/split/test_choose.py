@@ -5,28 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import pytest
-
 from spanwise import CPU_HOST, H100, overlap
 from spanwise.hardware import Link
 from spanwise.overlap.costs.roofline import CostModel
-from spanwise.overlap.fx.capture import CaptureConfig, Graphs, capture
-from tests.lockstep import Lockstep
-from tests.overlap.programs import SMALL, graphs_on, step
-from tests.overlap.split.test_rewrite import error
+from spanwise.overlap.fx.capture import CaptureConfig, capture
+from tests.overlap.programs import graphs_on
 from tests.overlap.test_optimize import state
 
 LLAMA = CaptureConfig(
     layers=2, dim=2048, heads=16, kv_heads=8, ffn=8192, seq_len=8192, dp=8, tp=8, vocab=32_000, device="cuda"
 )
 SLOW = dataclasses.replace(CPU_HOST, matmul_flops=1e9, memory_bandwidth=1e9, links=(Link(2e6, 0.0),))
-
-
-def slow_network(graphs: Graphs, half_rate: int = 0) -> CostModel:
-    """Costs with which tensor-parallel collectives of `SMALL` take longer than the compute between them."""
-    cost = CostModel(SLOW, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
-    cost.half_rate = half_rate
-    return cost
 
 
 def test_a_llama_forward_beats_the_bound_of_the_whole_graph() -> None:
@@ -46,23 +35,6 @@ def test_a_llama_forward_beats_the_bound_of_the_whole_graph() -> None:
     assert "shorter than" in found.report()
     found.graph_module.graph.lint()
     assert all("val" in node.meta for node in found.graph_module.graph.nodes if node.op.startswith("call_"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_ranks_cut_alike_and_compute_the_same(which: str) -> None:
-    graphs = [graphs_on(rank) for rank in range(SMALL.num_ranks)]
-    results = [overlap.optimize(getattr(g, which), slow_network(g), split=True, effort=1) for g in graphs]
-    assert len({str(r.split and (sorted(r.split.cuts.items()), r.split.pieces)) for r in results}) == 1
-    assert len({tuple(r.timeline.order.tolist()) for r in results}) == 1
-    for result in results:
-        assert result.split is not None
-        assert result.split.is_cut or which == "backward"
-        assert result.timeline.makespan <= result.split.unsplit
-    feed, expected = step(graphs)[which]
-    for late in (False, True):
-        found = Lockstep([r.graph_module for r in results], [g.axes for g in graphs], late=late).run(feed)
-        assert error(found, expected) < 1e-12
 
 
 def test_nothing_is_cut_where_that_gains_nothing() -> None:
