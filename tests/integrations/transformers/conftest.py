@@ -5,6 +5,6 @@ from importlib.util import find_spec
 NEEDS = {  # files, and what they need
     "*.py": ("transformers", "accelerate"),
     "test_trainer.py": ("datasets", "trl", "peft"),
-    "test_peft.py": ("peft",),
+    "test_parallel.py": ("peft",),
 }
 collect_ignore_glob = [files for files, packages in NEEDS.items() if not all(map(find_spec, packages))]

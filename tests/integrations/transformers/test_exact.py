@@ -1,4 +1,4 @@
-"""Models, forms of batches, layouts and exchanges: loss and gradients are those of one document at a time."""
+"""Models, forms of batches, masks, layouts and exchanges: loss and gradients are those of one document at a time."""
 
 from __future__ import annotations
 
@@ -132,6 +132,75 @@ def test_videos(name: str) -> None:
     tiny.check(tiny.train(model, batch, block_size=4), want)
     other = video | {"pixel_values_videos": -video["pixel_values_videos"]}
     assert abs(tiny.reference(model, documents, [alone[0] | other, alone[1]])[0] - want[0]) > 1e-5  # the video counts
+
+
+# --- tokens of images or of prefixes that read each other in both directions ------------------------------------------
+
+MARKED = [d.clamp(max=140) for d in tiny.documents_of((23, 41, 7, 30))]
+# A model, the argument that marks tokens, and marks of causal ones, of blocks, and of further blocks.
+BLOCKS: dict[str, tuple[str, tuple[int, int, int]]] = {
+    "gemma3": ("token_type_ids", (0, 1, 1)),
+    "gemma4": ("mm_token_type_ids", (0, 1, 2)),
+    "gemma4_unified": ("mm_token_type_ids", (0, 2, 1)),
+    "paligemma": ("token_type_ids", (1, 0, 0)),
+    "molmo2": ("mm_token_type_ids", (0, 1, 1)),
+    "hrm_text": ("token_type_ids", (0, 1, 1)),
+}
+_TEXT = tiny.COMMON | dict(global_head_dim=16, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+_PER_LAYER = dict(
+    use_bidirectional_attention="vision", hidden_size_per_layer_input=8, vocab_size_per_layer_input=tiny.VOCAB
+)
+
+
+def block_model(name: str) -> Any:
+    """Small Gemma 4s of the other sizes amplify rounding."""
+    if not name.startswith("gemma4"):
+        return tiny.model_of(name) if name == "hrm_text" else images.model_of(name)
+    tokens: dict[str, Any] = dict(image_token_id=150, video_token_id=151, audio_token_id=154, vision_config=None)
+    text = _TEXT | (_PER_LAYER if name == "gemma4" else {})
+    config = transformers.AutoConfig.for_model(name, text_config=text, audio_config=None, **tokens)
+    torch.manual_seed(0)
+    return tiny.randomized(transformers.AutoModelForImageTextToText.from_config(config).float()).train()
+
+
+def _batch(form: str, name: str, marks: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    batch = tiny.batch_of(MARKED, form)
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    return batch | {name: torch.zeros_like(batch["input_ids"]).masked_scatter(kept, torch.cat(marks))}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_tokens_that_read_each_other(name: str) -> None:
+    """Two blocks a document, of which the first is longer than the window."""
+    (argument, (causal, first, second)), model = BLOCKS[name], block_model(name)
+    plain = [torch.full_like(d, causal) for d in MARKED]
+    marks = [mark.clone() for mark in plain]
+    for mark in marks:
+        mark[2 : 2 + len(mark) // 2] = first
+        mark[len(mark) - 3 : -1] = second
+    want = tiny.reference(model, MARKED, [{argument: m[None]} for m in marks])
+    assert tiny.errors(tiny.reference(model, MARKED, [{argument: m[None]} for m in plain]), want)[1] > 0.1
+    for form in ("position_ids", "left", "right") if name == "paligemma" else ("position_ids",):
+        tiny.check(tiny.train(model, _batch(form, argument, marks), 3, block_size=4), want)
+
+
+def test_a_text_shorter_than_the_window() -> None:
+    """Marks that mark nothing, as processors make them; the model looks them up by token."""
+    model = images.model_of("gemma3")
+    model.config.text_config.sliding_window = 512
+    batch = _batch("right", "token_type_ids", [torch.zeros_like(d) for d in MARKED])
+    tiny.check(tiny.train(model, batch), tiny.reference(model, MARKED))
+
+
+def test_text_models_without_a_rule() -> None:
+    """Text alone is taken, and images are refused."""
+    config = transformers.AutoConfig.for_model("gemma4_unified_text", **_TEXT)
+    batch = _batch("position_ids", "mm_token_type_ids", [torch.zeros_like(d) for d in MARKED])
+    causal, mask = (hf.make_plan(batch, c, 2).masks["full_attention"] for c in (tiny.config_of("llama"), config))
+    assert (causal.dense() == mask.dense()).all()
+    batch["mm_token_type_ids"][0, 3:7] = 1
+    with pytest.raises(ValueError, match="tokens of an image or video read each other"):
+        hf.make_plan(batch, config, 2)
 
 
 @pytest.mark.slow

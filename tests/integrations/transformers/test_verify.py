@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 import spanwise
 from spanwise.integrations import transformers as hf
 from tests.integrations.transformers import tiny
-from tests.integrations.transformers.test_blocks import MODELS, model_of
+from tests.integrations.transformers.test_exact import BLOCKS, block_model
 from tests.ranks.gloo import GlooPool
 
 DOCUMENTS = tiny.documents_of((23, 41, 7))
@@ -38,8 +38,8 @@ def test_models_are_verified(name: str, form: str) -> None:
     """Blocks: each document alone, with its marks; a packed forward would join the prefixes of all documents."""
     batch = BATCH if form == "blocks" else tiny.batch_of(DOCUMENTS, form)
     if form == "blocks":
-        batch = batch | {MODELS[name][0]: torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()}
-    for report in tiny.train(model_of(name) if form == "blocks" else name, batch, act=_verify):
+        batch = batch | {BLOCKS[name][0]: torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()}
+    for report in tiny.train(block_model(name) if form == "blocks" else name, batch, act=_verify):
         assert report.ok and max(report.errors.values()) < 1e-5, str(report)
         assert report.probed == (22, 23)
 
