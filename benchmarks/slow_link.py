@@ -41,7 +41,7 @@ from spanwise.attention.attention import merged
 from spanwise.attention.kernels.base import AttentionOptions
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.attention.kv import ChunkKV, kv_chunks
-from spanwise.attention.rank_plan import RankPlan, inner_group
+from spanwise.attention.rank_plan import RankPlan
 from spanwise.calibrate.measure import measure as calibrate
 
 HEADS, HEAD_DIM = 8, 64
@@ -161,7 +161,8 @@ def _compute(
 ) -> Callable[[], None]:
     """Forward and backward of the kernels and merges of a step whose queries and K/V are already there."""
     if local.trade is not None:
-        q, k, v = ulysses.to_heads(q, k, v, local.trade, inner_group(mesh), "measured", kv_trade=local.kv_trade)
+        name = mesh.get_group(mesh.ndim - 1).group_name
+        q, k, v = ulysses.to_heads(q, k, v, local.trade, name, "measured", kv_trade=local.kv_trade)
     kvs = kv_chunks(k, v, local.chunks["default"], local, mesh, "default")
     inputs = [q, *(x.detach() for kv in kvs for x in (kv.k, kv.v))]
     chunks, options = local.chunks["default"], AttentionOptions()

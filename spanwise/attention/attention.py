@@ -27,7 +27,7 @@ from spanwise.attention.kernels.base import AttentionOptions, Chunk, Kernel
 from spanwise.attention.kernels.merge import Merging, Part, with_sinks
 from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
-from spanwise.attention.rank_plan import RankPlan, check_plan, check_rank, inner_group, local_of, mesh_of
+from spanwise.attention.rank_plan import RankPlan, check_plan, local_of
 from spanwise.masks.checks import check_finite
 from spanwise.planning.plan import Plan
 
@@ -177,7 +177,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     num_heads, first, tokens = q.shape[1], 0, local.query_tokens
     if local.trade is not None:
         assert mesh is not None
-        group = inner_group(mesh)
+        group = _torch.group_name(mesh.get_group(mesh.ndim - 1))
         q, k, v = ulysses.to_heads(q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade, call=here)
         first, compact = local.trade.rank * q.shape[1], None
         sinks = None if sinks is None else sinks[first : first + q.shape[1]]
@@ -257,10 +257,7 @@ def _resolved(q: torch.Tensor, call: _Call) -> tuple[RankPlan, DeviceMesh | None
         raise ValueError("softcap and score_mod cannot be combined; apply the cap inside the score_mod")
     if options.softcap is not None:
         check_finite(options.softcap, "softcap", positive=True)
-    local = local_of(plan, call.mesh, q.device, kernel)
-    mesh = mesh_of(local, call.mesh)
-    if local.num_ranks > 1:
-        check_rank(local, mesh)
+    local, mesh = local_of(plan, call.mesh, q.device, kernel)
     if call.mask_name not in local.chunks:
         raise ValueError(f"the plan has no mask named {call.mask_name!r}; it has {sorted(local.chunks)}")
     return local, mesh, kernel

@@ -208,13 +208,14 @@ class CallLog:
             self._wake.set()
         return self.count, expected
 
-    def confirm(self, number: int, seconds: float | None = None) -> None:
-        """Return when all ranks have made call `number` alike, `error` or `broken` is set, or after some seconds."""
+    def confirm(self, number: int, seconds: float | None = None) -> bool:
+        """Whether all ranks made call `number` alike; waits until that is known, for so many seconds at most."""
         if self.confirmed < number:
             self._wake.set()
             with self._changed:
                 self._changed.wait_for(lambda: self.confirmed >= number or self.error or self.broken, seconds)
             self._wake.clear()
+        return self.confirmed >= number
 
     def check(self) -> None:
         """``MismatchError`` if calls of the ranks differ."""

@@ -80,10 +80,8 @@ def tells_refusals(function: _Function) -> _Function:
             for log in [log for log in logs() if list(log.ranks) in ranks]:
                 compared = log.added >= began
                 number, _ = log.add(Call(REFUSED, (("raised", f"{type(error).__name__}: {error}"),)))
-                if compared:
-                    log.confirm(number, PATIENCE)
-                    if log.confirmed < number and not log.error:
-                        explained(error, function.__name__, log.name, log.ranks, time.monotonic() - began)
+                if compared and not log.confirm(number, PATIENCE) and not log.error:
+                    explained(error, function.__name__, log.name, log.ranks, time.monotonic() - began)
             raise
 
     return told  # type: ignore[return-value]
@@ -174,9 +172,9 @@ def _notice(log: CallLog, backward: int) -> None:
     if backward == -1 and log.backwards:
         log.backwards.clear()
         number, _ = log.add(Call(REFUSED, (("raised", "an error in its backward"),)))
-        log.confirm(number, PATIENCE)
+        alike = log.confirm(number, PATIENCE)
         log.check()
-        if log.confirmed < number:
+        if not alike:
             error = RuntimeError("an error that other ranks do not have")
             raise explained(error, "an earlier backward", log.name, log.ranks, PATIENCE)
     elif backward not in (-1, *log.backwards):
@@ -186,10 +184,9 @@ def _notice(log: CallLog, backward: int) -> None:
 
 def _confirm(log: CallLog, number: int) -> None:
     """Return when all ranks have made call `number`."""
-    began = time.monotonic()
-    log.confirm(number)
+    began, alike = time.monotonic(), log.confirm(number)
     log.check()
-    if log.confirmed < number:
+    if not alike:
         error, what = RuntimeError(log.broken), f"comparison of call {number}"
         raise explained(error, what, log.name, log.ranks, time.monotonic() - began) from error
 

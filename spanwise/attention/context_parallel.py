@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -94,10 +94,8 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         if attention_type not in ATTENTION_TYPES:
             raise ValueError(f"unknown attention_type {attention_type!r}; choose one of {sorted(ATTENTION_TYPES)}")
-        if seq_dim not in (1, 2):
-            raise ValueError(f"seq_dim must be 2 ([B, H, T, D]) or 1 ([B, T, H, D]), got {seq_dim}")
-        if attention_type == "varlen" and seq_dim != 2:
-            raise ValueError(f"seq_dim={seq_dim} is not for attention_type 'varlen', whose tensors are [T, H, D]")
+        if seq_dim not in ((2,) if attention_type == "varlen" else (1, 2)):
+            raise ValueError(f"seq_dim must be 2 ([B, H, T, D], or 'varlen') or 1 ([B, T, H, D]), got {seq_dim}")
         if plan is not None and not isinstance(plan, (Plan, RankPlan)):
             raise ValueError(f"plan must be a Plan or RankPlan, got {type(plan).__name__}")
         self.num_applied = 0
@@ -128,35 +126,29 @@ class ContextParallel(ParallelStyle):
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensors, plan, options = self._parse(signature, args, kwargs)
-            return self._attend(tensors, plan, device_mesh, options)
+            return self._attend(tensors, plan, device_mesh, **options)
 
         module.forward = forward
         self.num_applied += 1
         return module
 
-    def _attend(
-        self, tensors: tuple[torch.Tensor, ...], plan: Plan | RankPlan, mesh: DeviceMesh | None, options: dict[str, Any]
-    ) -> torch.Tensor:
+    def _attend(self, tensors: list[torch.Tensor], plan: Plan | RankPlan, mesh: Any, **options: Any) -> torch.Tensor:
         given: dict[str, Any] = dict(scale=self.scale, score_mod=self.score_mod, kernel=self.kernel)
-        options = given | options | {"mask_name": self.mask_name}
+        options = given | {"mask_name": self.mask_name} | options
         if self.attention_type == "varlen":
-            q, k, v = tensors
-            return packed_attention(q, k, v, plan, mesh, **options)
+            return packed_attention(tensors[0], tensors[1], tensors[2], plan, mesh, **options)
         if any(x.dim() != 4 for x in tensors):
             raise ValueError(
-                f"the wrapped attention must be called with four dims, the sequence in dim {self.seq_dim}, got shapes "
-                f"{[tuple(x.shape) for x in tensors]}; for packed tensors, [tokens, heads, head_dim], there are "
-                f"attention_type='varlen' and spanwise.packed_attention"
+                f"the wrapped attention takes four dims, the sequence in dim {self.seq_dim}, got shapes "
+                f"{[tuple(x.shape) for x in tensors]}; packed tensors have attention_type='varlen'"
             )
-        if self.seq_dim == 1:
-            tensors = tuple(x.transpose(1, 2) for x in tensors)
-        q, k, v = tensors
+        q, k, v = tensors if self.seq_dim == 2 else [x.transpose(1, 2) for x in tensors]
         out = context_parallel_attention(q, k, v, plan, mesh, **options)
-        return out.transpose(1, 2) if self.seq_dim == 1 else out
+        return out if self.seq_dim == 2 else out.transpose(1, 2)
 
     def _parse(
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[torch.Tensor, ...], Plan | RankPlan, dict[str, Any]]:
+    ) -> tuple[list[torch.Tensor], Plan | RankPlan, dict[str, Any]]:
         """q, k, v, the plan, and options from a call of the wrapped module; refuses everything else."""
         try:
             bound = signature.bind_partial(*args, **kwargs)
@@ -187,43 +179,34 @@ class ContextParallel(ParallelStyle):
         if any(value is not given[0][1] for _, value in given):
             raise ValueError(f"the wrapped attention was given two masks, {[name for name, _ in given]}")
         plan = given[0][1] if given else self.plan
-        mask = ATTENTION_TYPES[self.attention_type]
         if not isinstance(plan, (Plan, RankPlan)):
             what = "is_causal=True" if causal else "a call without a mask"
             raise ValueError(
                 f"{what if plan is None else f'a {type(plan).__name__}'} does not say which rank holds which tokens; "
-                f"make a plan with spanwise.make_plan(mask, num_ranks) and pass {mask}=plan, or give it to the style, "
-                f"ContextParallel(plan=…)"
+                f"pass {ATTENTION_TYPES[self.attention_type]}=plan of spanwise.make_plan, or ContextParallel(plan=…)"
             )
         if causal and self.mask_name not in plan.causal:
-            raise ValueError(
-                f"is_causal=True goes only with a plan of the causal mask; mask {self.mask_name!r} is another"
-            )
-        return (tensors["q"], tensors["k"], tensors["v"]), plan, options
+            raise ValueError(f"is_causal=True goes only with a plan of the causal mask, not with {self.mask_name!r}")
+        return [tensors[name] for name in "qkv"], plan, options
 
     def _check_module(self, inner: Callable[..., Any], signature: inspect.Signature, device: str) -> None:
         """Run the module and spanwise on one small causal problem and raise if they differ."""
         num_q, num_kv, dim = self.probe
         packed = self.attention_type == "varlen"
         offsets, length = [0, 12, 32] if packed else [0, 32], 32
-        plan = make_plan(Packing(offsets).mask(), 1, block_size=length, balancer="contiguous")
+        mask = {self.mask_name: Packing(offsets).mask()}
+        plan = build(make_plan(mask, 1, block_size=length, balancer="contiguous"), 0, device)
         generator = torch.Generator("cpu").manual_seed(0)
         # On a GPU, varlen_attn takes 16-bit dtypes only.
         dtype = torch.bfloat16 if packed and device == "cuda" else torch.get_default_dtype()
-        # Large scores, so that a scale or a cap inside the module shows.
-        q, k, v = (
-            (3 * torch.randn(1, heads, length, dim, generator=generator, device="cpu")).to(device, dtype)
-            for heads in (num_q, num_kv, num_kv)
-        )
-        expected = context_parallel_attention(
-            q, k, v, build(plan, 0, device), None, kernel="reference", scale=self.scale, score_mod=self.score_mod
-        )
-        if packed:
-            call, expected = [x[0].transpose(0, 1) for x in (q, k, v)], expected[0].transpose(0, 1)
-        elif self.seq_dim == 1:
-            call, expected = [x.transpose(1, 2) for x in (q, k, v)], expected.transpose(1, 2)
-        else:
-            call = [q, k, v]
+
+        def draw(heads: int) -> torch.Tensor:
+            shape = (length, heads, dim) if packed else (1, heads, length, dim)
+            x = 3 * torch.randn(shape, generator=generator, device="cpu")  # large scores show a scale or a cap inside
+            return (x if self.seq_dim == 2 else x.transpose(1, 2)).to(device, dtype)
+
+        call = [draw(heads) for heads in (num_q, num_kv, num_kv)]
+        expected = self._attend(call, plan, None, kernel="reference")
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # FlexAttention warns that it runs uncompiled; for a probe of 32 tokens that is right.
@@ -231,9 +214,9 @@ class ContextParallel(ParallelStyle):
                 got = inner(*call, **self._probe_mask(signature, offsets, num_q != num_kv, device))
         except Exception as error:
             raise ValueError(
-                f"ContextParallel could not run the module on q {tuple(call[0].shape)}, k and v "
-                f"{tuple(call[1].shape)}: {error}. Wrap the module whose forward is the attention call itself, "
-                f"and set probe=(num_q_heads, num_kv_heads, head_dim) if it accepts only certain shapes"
+                f"ContextParallel could not run the module on q, k and v of shapes {[tuple(x.shape) for x in call]}: "
+                f"{error}. Wrap the module whose forward is the attention call itself, and set probe=(num_q_heads, "
+                f"num_kv_heads, head_dim) if it accepts only certain shapes"
             ) from error
         if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
             raise ValueError(
@@ -243,26 +226,24 @@ class ContextParallel(ParallelStyle):
         error_size = (got - expected).abs().max().item()
         if not error_size <= (1e-3 if dtype != torch.bfloat16 else 0.1):  # its outputs are below 16
             raise ValueError(
-                f"the module computes something other than softmax(scale * q kᵀ) v: on a causal probe"
-                f"{' of two sequences' if packed else ''} it differs by {error_size:.3g} from what "
-                f"ContextParallel(scale={self.scale}, score_mod={self.score_mod}) would run. Pass the scale or "
-                f"score_mod that the module applies inside to ContextParallel"
+                f"the module computes something other than softmax(scale * q kᵀ) v: on a causal probe it differs by "
+                f"{error_size:.3g} from ContextParallel(scale={self.scale}, score_mod={self.score_mod}); pass the "
+                f"scale or score_mod that the module applies inside"
             )
 
     def _probe_mask(self, signature: inspect.Signature, offsets: list[int], gqa: bool, device: str) -> dict[str, Any]:
         """Keyword arguments that make the module itself causal on the probe."""
-        longest = max(end - start for start, end in itertools.pairwise(offsets))
-        values: dict[str, Any] = {"enable_gqa": True} if gqa else {}
+        values: dict[str, Any] = {"is_causal": True} | ({"enable_gqa": True} if gqa else {})
         if self.attention_type == "varlen":
-            made = torch.tensor(offsets, dtype=torch.int32, device=device)
-            values |= {"cu_seq_q": made, "cu_seq_k": made, "max_q": longest, "max_k": longest, "window_size": (-1, 0)}
-        else:
-            mask, names = SpanMask.causal(offsets[-1]), (ATTENTION_TYPES[self.attention_type], *_MASKS)
-            name = next((name for name in (*names, "is_causal") if name in signature.parameters), None)
-            if name is None:
-                raise ValueError(f"its arguments {list(signature.parameters)} have neither a mask nor is_causal")
-            dense = torch.from_numpy(mask.dense()).to(device)
-            values[name] = mask.block_mask(device, 128) if self.attention_type == "flex" else dense
-            if name == "is_causal":
-                values[name] = True
+            made, longest = torch.tensor(offsets, dtype=torch.int32, device=device), max(np.diff(offsets).tolist())
+            values = {"cu_seq_q": made, "cu_seq_k": made, "max_q": longest, "max_k": longest, "window_size": (-1, 0)}
+        names = (ATTENTION_TYPES[self.attention_type], *_MASKS)
+        name = next((name for name in (*names, "is_causal") if name in signature.parameters), None)
+        if name is None:
+            raise ValueError(f"its arguments {list(signature.parameters)} have neither a mask nor is_causal")
+        if name not in values:
+            mask = SpanMask.causal(offsets[-1])
+            flex = self.attention_type == "flex"
+            values[name] = mask.block_mask(device, 128) if flex else torch.from_numpy(mask.dense()).to(device)
+            del values["is_causal"]
         return {name: value for name, value in values.items() if name in signature.parameters}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,34 +25,20 @@ from spanwise.attention.compare import Compared
 from spanwise.attention.executor import Link, Tensors, bring
 from spanwise.attention.kernels.base import Chunk
 from spanwise.attention.kernels.merge import Part, not_saving
-from spanwise.attention.rank_plan import RankPlan, outer_link
+from spanwise.attention.rank_plan import RankPlan
 
 
-class KV(NamedTuple):
-    """How K ``[B, H, T, D]`` and V ``[B, H, T, E]`` lie in rows ``[T, B * H * (D + E)]``; all of it differentiable.
+def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """K ``[B, H, T, D]`` and V ``[B, H, T, E]`` as rows ``[T, B * H * (D + E)]``; differentiable."""
+    return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
 
-    Attributes:
-        batch, heads, k_dim, v_dim: B, H, D and E.
-    """
 
-    batch: int
-    heads: int
-    k_dim: int
-    v_dim: int
-
-    @classmethod
-    def of(cls, k: torch.Tensor, v: torch.Tensor) -> KV:
-        return cls(k.shape[0], k.shape[1], k.shape[3], v.shape[3])
-
-    def rows(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1).flatten(1)
-
-    def tensors(self, rows: torch.Tensor, *, contiguous: bool) -> Tensors:
-        """K and V as views of the rows, or copies for kernels with spare keys: their graphs would save such copies."""
-        dims = self.k_dim, self.v_dim
-        k, v = rows.view(-1, self.batch, self.heads, sum(dims)).split(dims, -1)
-        pair = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-        return (pair[0].contiguous(), pair[1].contiguous()) if contiguous else pair
+def unpack(rows: torch.Tensor, own: Tensors, *, contiguous: bool) -> Tensors:
+    """K and V like the rank's `own`, as views of rows, or copies for kernels with spare keys."""
+    batch, heads, dims = *own[0].shape[:2], [x.shape[3] for x in own]
+    k, v = rows.view(-1, batch, heads, sum(dims)).split(dims, -1)
+    pair = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+    return (pair[0].contiguous(), pair[1].contiguous()) if contiguous else pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +102,17 @@ def kv_chunks(
             "decides what is kept; make the plan with keep_kv=True"
         )
     rows = (k, v) if compact is None else compact.rows
-    remote, link, refetch = chunks[1:], outer_link(local, mesh, f"K/V, mask {mask!r}", call), None
+    name = _torch.group_name(mesh.get_group(0))  # K/V travel between groups along the mesh's first axis
+    link = Link(name, local.num_ranks // local.inner, f"K/V, mask {mask!r}", call)
+    remote, refetch = chunks[1:], None
     if not local.keep_kv:
         label = f"K/V refetched for the backward, mask {mask!r}"
-        refetch = Refetch(rows[0].detach(), rows[1].detach(), remote, link._replace(label=label))
+        refetch = Refetch((rows[0].detach(), rows[1].detach()), remote, link._replace(label=label))
     steps = [chunk.step for chunk in remote if chunk.step is not None]
-    form = KV.of(*rows)
-    arriving = bring(form.rows(*rows), steps, link)
+    arriving = bring(pack(*rows), steps, link)
     yield dataclasses.replace(own, refetch=refetch)
     for i in range(len(remote)):
-        pair = form.tensors(next(arriving), contiguous=refetch is not None and steps[i].spare)
+        pair = unpack(next(arriving), rows, contiguous=refetch is not None and steps[i].spare)
         again: Callable[[], Tensors] | None = None
         if refetch is not None:
             again = functools.partial(refetch.take, i)
@@ -141,14 +128,13 @@ class Refetch:
     """The chunks of one attention call, to be fetched in its backward, the last one first.
 
     Args:
-        k, v: ``[B, H, T, D]``, the rank's own.
+        own: two tensors ``[B, H, T, D]``, the rank's own rows.
         chunks: those that arrive.
     """
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, chunks: Sequence[Chunk], link: Link) -> None:
-        self._kv, self._link = (k, v), link
+    def __init__(self, own: Tensors, chunks: Sequence[Chunk], link: Link) -> None:
+        self._own, self._link = own, link
         self._steps = [chunk.step.direct or chunk.step for chunk in chunks if chunk.step is not None]
-        self._form = KV.of(k, v)
         self._rows: torch.Tensor | None = None
         self._under_way: dict[int, Iterator[torch.Tensor]] = {}
         self._arrived: dict[int, Tensors] = {}
@@ -162,7 +148,7 @@ class Refetch:
                 if self._link.call is not None:
                     self._link.call(f"{self._link.label}, chunk {j + 1}")
                 if self._rows is None:
-                    self._rows = self._form.rows(*self._kv)  # once for all chunks
+                    self._rows = pack(*self._own)  # once for all chunks
                 self._under_way[j] = bring(self._rows, [self._steps[j]], self._link)
                 if j == 0:
                     self._rows = None
@@ -172,7 +158,7 @@ class Refetch:
         """K and V ``[B, H, K, D]`` of chunk ``i``, in the strides that the forward had."""
         if i not in self._arrived:
             rows = next(self._under_way.pop(i))
-            self._arrived[i] = self._form.tensors(rows, contiguous=self._steps[i].spare)
+            self._arrived[i] = unpack(rows, self._own, contiguous=self._steps[i].spare)
         return self._arrived[i]
 
     @torch.no_grad()

@@ -8,7 +8,6 @@ TransformerEngine calls this layout THD. It calls `attention` with the packed to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from spanwise.attention.attention import Aux, AuxRequest, context_parallel_attention
 from spanwise.attention.compare import tells_refusals
-from spanwise.attention.kernels.base import Kernel
 from spanwise.attention.rank_plan import RankPlan
 from spanwise.planning.plan import Plan
 
@@ -30,13 +28,8 @@ def packed_attention(
     plan: Plan | RankPlan,
     mesh: DeviceMesh | None = None,
     *,
-    mask_name: str = "default",
-    scale: float | None = None,
-    kernel: str | Kernel = "auto",
-    score_mod: Callable[..., Any] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_aux: AuxRequest | None = None,
+    **options: Any,
 ) -> Any:
     """`context_parallel_attention` on packed shards.
 
@@ -46,7 +39,8 @@ def packed_attention(
         v: ``[T_kv, Hkv, Dv]``.
         plan: of one batch row. If it was made with a `Packing` that has padding, rows of q, k, v in padding may hold
             anything, NaN included.
-        mesh, mask_name, scale, kernel, score_mod, softcap, sinks, return_aux: as in `context_parallel_attention`.
+        mesh, return_aux: as in `context_parallel_attention`.
+        options: mask_name, scale, kernel, score_mod, softcap and sinks, as there.
 
     Returns:
         out ``[T, Hq, Dv]``, or ``(out, Aux)`` with lse ``[Hq, T]`` and max_logit ``[Hq]``. A row in padding, or without
@@ -71,10 +65,8 @@ def packed_attention(
             )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out, aux = context_parallel_attention(
-        q, k, v, plan, mesh,
-        mask_name=mask_name, scale=scale, kernel=kernel, score_mod=score_mod, softcap=softcap, sinks=sinks,
-        return_aux=AuxRequest() if return_aux is None else return_aux,
-    )  # fmt: skip
+        q, k, v, plan, mesh, return_aux=AuxRequest() if return_aux is None else return_aux, **options
+    )
     out = out.squeeze(0).transpose(0, 1)
     if return_aux is None:
         return out

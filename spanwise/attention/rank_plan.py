@@ -21,8 +21,7 @@ from spanwise import _torch
 from spanwise.attention import ulysses
 from spanwise.attention.call_log import Call
 from spanwise.attention.chunks import chunks_of, on_device
-from spanwise.attention.compare import Compared, mesh_ranks, record
-from spanwise.attention.executor import Link
+from spanwise.attention.compare import mesh_ranks, record
 from spanwise.attention.kernels.base import Chunk, Kernel
 from spanwise.attention.kernels.table import find
 from spanwise.layouts.layout import Layout
@@ -119,11 +118,6 @@ class RankPlan:
         return self.kv_extent.shape[0]
 
     @property
-    def num_groups(self) -> int:
-        """Groups of `inner` ranks."""
-        return self.num_ranks // self.inner
-
-    @property
     def query_tokens(self) -> torch.Tensor:
         """Positions of the queries that this rank computes: `group_tokens` under Ulysses, else `tokens`."""
         return self.tokens if self.group_tokens is None else self.group_tokens
@@ -165,7 +159,14 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
     if plan.packing is not None and plan.packing.padded:
         valid = _torch.mark_dynamic(on_device(plan.packing.valid_q[layout.indices(rank)], device), 0)
         kv_valid = _torch.mark_dynamic(on_device(plan.packing.valid_kv[plan.kv_layout.indices(rank)], device), 0)
-    trade, kv_trade = _trades(plan, rank, device)
+    trade = kv_trade = None
+    if plan.inner > 1:
+        members = range(group * plan.inner, (group + 1) * plan.inner)
+        trade, kv_trade = (
+            ulysses.trade_of([_tokens_of(each, r) for r in members], rank % plan.inner, device)
+            for each in (layout, plan.kv_layout)
+        )
+        kv_trade = None if same else kv_trade
     positions = documents.positions(plan, rank)
     return RankPlan(
         tokens=placed(_tokens_of(layout, rank)),
@@ -197,19 +198,6 @@ def build(plan: PlanData, rank: int, device: torch.device | str = "cpu", *, kern
 def _tokens_of(layout: Layout, rank: int) -> np.ndarray:
     """Tokens of a rank, ``[rows, T]``."""
     return np.stack([layout.indices(rank, row) for row in range(layout.batch_size)])
-
-
-def _trades(plan: PlanData, rank: int, device: torch.device) -> tuple[ulysses.Trade | None, ulysses.Trade | None]:
-    """How the rank's group trades heads for tokens, and for keys if those differ."""
-    if plan.inner == 1:
-        return None, None
-    first = rank // plan.inner * plan.inner
-
-    def trade(layout: Layout) -> ulysses.Trade:
-        tokens = [_tokens_of(layout, r) for r in range(first, first + plan.inner)]
-        return ulysses.trade_of(tokens, rank - first, device)
-
-    return trade(plan.layout), None if plan.kv_layout == plan.layout else trade(plan.kv_layout)
 
 
 def local_plan(
@@ -259,9 +247,22 @@ def local_plan(
     return to_active_mode(local)
 
 
-def local_of(plan: PlanData | RankPlan, mesh: DeviceMesh | None, device: Any, kernel: Any = "auto") -> RankPlan:
-    """`local_plan`, or the rank plan that was given."""
-    return plan if isinstance(plan, RankPlan) else local_plan(plan, mesh, device, kernel=kernel)
+def local_of(
+    plan: PlanData | RankPlan, mesh: DeviceMesh | None, device: Any, kernel: Any = "auto"
+) -> tuple[RankPlan, DeviceMesh | None]:
+    """The rank plan that was given, or `local_plan`; and the mesh of a call: the rank plan's, or `mesh` without one.
+
+    ``ValueError`` unless they belong together, and to this rank.
+    """
+    local = plan if isinstance(plan, RankPlan) else local_plan(plan, mesh, device, kernel=kernel)
+    if mesh is None or mesh is local.mesh:
+        mesh = local.mesh
+    elif local.num_ranks > 1 and local.mesh is not None and mesh != local.mesh:
+        check_mesh(mesh)
+        raise ValueError(f"the rank plan has the mesh {local.mesh}, the call {mesh}; leave mesh out")
+    if local.num_ranks > 1 and (rank := rank_on(mesh, local.num_ranks, local.inner)) != local.rank:
+        raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
+    return local, mesh
 
 
 def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
@@ -288,17 +289,6 @@ def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:
     return mesh.get_local_rank(0)
 
 
-def mesh_of(local: RankPlan, mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh of a call: the rank plan's, or `mesh` if that has none; ``ValueError`` if they differ."""
-    own = local.mesh
-    if mesh is None or mesh is own:
-        return own
-    check_mesh(mesh)
-    if local.num_ranks > 1 and own is not None and mesh != own:
-        raise ValueError(f"the rank plan has the mesh {own}, the call {mesh}; leave mesh out, or use plan.local(mesh)")
-    return mesh
-
-
 def check_mesh(mesh: object) -> None:
     """``ValueError`` for anything but a mesh or None."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -312,23 +302,6 @@ def check_plan(plan: object, caller: str) -> None:
             f"{caller} needs a Plan or RankPlan, got {type(plan).__name__}: make one with "
             f"spanwise.make_plan(mask, num_ranks); a mask alone does not say which rank holds which tokens"
         )
-
-
-def check_rank(local: RankPlan, mesh: DeviceMesh | None) -> None:
-    """``ValueError`` unless `local` belongs to this rank of ``mesh``."""
-    rank = rank_on(mesh, local.num_ranks, local.inner)
-    if rank != local.rank:
-        raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
-
-
-def outer_link(local: RankPlan, mesh: DeviceMesh, label: str, call: Compared | None) -> Link:
-    """Where K/V of a call travel between groups: the mesh's first axis."""
-    return Link(_torch.group_name(mesh.get_group(0)), local.num_groups, label, call)
-
-
-def inner_group(mesh: DeviceMesh) -> str:
-    """Name of the process group that trades heads for tokens: the mesh's last axis."""
-    return _torch.group_name(mesh.get_group(mesh.ndim - 1))
 
 
 def compare_fingerprints(call: str, fingerprint: str, mesh: DeviceMesh) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spanwise import _torch
 from spanwise.attention.compare import compare_backward, compare_call, eager
 from spanwise.attention.executor import GATHERED, Link, RankStep, bring, padded
-from spanwise.attention.rank_plan import RankPlan, check_rank, mesh_of
+from spanwise.attention.rank_plan import RankPlan
 from spanwise.layouts.packing import Side
 from spanwise.layouts.thd_order import check_batch_dim, check_dim
 from spanwise.planning.plan_data import PlanData
@@ -90,8 +90,6 @@ def gather(
         raise ValueError(f"unshard takes real tensors, got {x.dtype}; unshard torch.view_as_real(x)")
     if local.num_ranks == 1:
         return x
-    mesh = mesh_of(local, mesh)
-    check_rank(local, mesh)
     assert mesh is not None
     restore, length = local.restore, local.padded.shape[0]
     if side == "kv" and local.kv_tokens is not None:

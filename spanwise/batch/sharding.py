@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spanwise import _torch
 from spanwise.attention.compare import tells_refusals
-from spanwise.attention.rank_plan import RankPlan, check_plan, local_of, mesh_of, rank_on
+from spanwise.attention.rank_plan import RankPlan, check_plan, local_of, rank_on
 from spanwise.attention.tokens import check_side, gather, shard_for_rank, take, to_device_of
 from spanwise.batch.token_scores import IGNORE_INDEX
 from spanwise.layouts.packing import Packing, Side
@@ -62,7 +62,8 @@ def shard(
     check_plan(plan, "shard")
     check_side(side)
     if isinstance(plan, RankPlan):
-        mesh_of(plan, mesh)
+        if mesh is not None:
+            local_of(plan, mesh, None)
         tokens, length = (plan.tokens, plan.seq_len) if side == "q" else (plan.key_tokens, plan.kv_len)
         return _torch.tree_map(lambda t: take(t, tokens, length, dim, batch_dim), x)
     rank = rank_on(mesh, plan.num_ranks, plan.inner)
@@ -104,8 +105,7 @@ def unshard(
     check_side(side)
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"unshard takes a tensor, got a {type(x).__name__}")
-    local = local_of(plan, mesh, x.device)
-    return gather(plan, local, mesh, x, dim, batch_dim, side)
+    return gather(plan, *local_of(plan, mesh, x.device), x, dim, batch_dim, side)
 
 
 @tells_refusals
@@ -145,7 +145,7 @@ def roll(
     shifts = check_index(shifts, "shifts")
     check_plan(plan, "roll")
     packings = _packings(plan, cu_seqlens)
-    local = local_of(plan, mesh, x.device)
+    local, mesh = local_of(plan, mesh, x.device)
     full = gather(plan, local, mesh, x, dim, batch_dim, "q")
     return shard(local, mesh, _shifted(full, packings, shifts, dim, batch_dim, fill_value), dim, batch_dim=batch_dim)
 

@@ -132,9 +132,9 @@ class _Part(torch.autograd.Function):
 class OperatorPart(torch.autograd.Function):
     """A part from a pair of operators, which keeps neither its out nor its lse.
 
-    Arguments: the operators, queries without gradient, a tensor that takes their gradient, k, v, and what the operators
-    take besides: tensors, then options. The first gives out and lse. The second takes the union's grad_out and
-    grad_lse, each perhaps None, q, k, v, the union's out and lse, and the rest; it gives the gradients of q, k and v.
+    Arguments: the operators, q without gradient, a tensor that takes its gradient, k, v, and what the operators take
+    besides: tensors, then options. The first gives out and lse. The second takes the union's grad_out and grad_lse,
+    each perhaps None, q, k, v, the union's out and lse, and the rest; it gives the gradients of q, k and v.
     """
 
     # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
@@ -144,7 +144,7 @@ class OperatorPart(torch.autograd.Function):
         tensors = [x for x in rest if isinstance(x, Tensor)]
         ctx.save_for_backward(q, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.count = rest[len(tensors) :], len(rest)
+        ctx.options = rest[len(tensors) :]
         with torch.autocast(q.device.type, enabled=False):  # or products of a softcap would be rounded to bfloat16
             out, lse = attend(q, *rest)
         ctx.mark_non_differentiable(out, lse)
@@ -155,7 +155,7 @@ class OperatorPart(torch.autograd.Function):
         q, k, v, *tables = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             grads = ctx.backward_of(grad_out, grad_lse, q, k, v, out, lse, *tables, *ctx.options)
-        return None, None, *grads, *[None] * (ctx.count - 2)
+        return None, None, *grads, *[None] * (len(tables) + len(ctx.options))
 
 
 class _Result(torch.autograd.Function):

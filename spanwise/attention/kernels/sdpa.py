@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +47,12 @@ class Sdpa(Kernel):
     ) -> tuple[Tensor, Tensor]:
         return merge([self.attend_part(self.queries(q), k, v, chunk, q_pos, options)], q.dtype)
 
-    def queries(self, q: Tensor) -> Queries:
-        """`q` in a form whose gradient is summed over all chunks in float32, and rounded once, whatever q's dtype."""
-        return Queries(q.detach(), q if q.dtype == lse_dtype(q) else _Anchor.apply(q))
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """`q` without gradient, and a tensor in float32 at least, without memory, where its gradients are summed."""
+        return q.detach(), q if q.dtype == lse_dtype(q) else _Anchor.apply(q)
 
     def attend_part(
-        self, queries: Queries, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
+        self, queries: Any, k: Tensor, v: Tensor, chunk: Chunk, q_pos: Tensor, options: AttentionOptions
     ) -> Part:
         """It keeps only q, k, v and the spans. Its out is float32 at least, to be rounded after the merge."""
         spans = chunk.start, chunk.end
@@ -192,19 +192,6 @@ def _run_backward(grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, *
 
 
 _OPERATORS = _run, _run_backward
-
-
-class Queries(NamedTuple):
-    """Queries that all chunks share.
-
-    Attributes:
-        values: ``[B, H, Q, D]``, detached from autograd.
-        anchor: ``[B, H, Q, D]``, float32 at least: autograd adds up the gradients of all calls here. Its values are
-            never read. It has no memory where the queries have fewer bits.
-    """
-
-    values: Tensor
-    anchor: Tensor
 
 
 class _Anchor(torch.autograd.Function):
