@@ -183,7 +183,7 @@ class Layout:
         >>> Layout([layout.pieces()], layout.num_ranks, layout.seq_len) == layout
         True
         """
-        row = check_row(row, self.batch_size)
+        row = row if len(self._rows) > 1 else 0
         ranks = np.repeat(np.arange(self.num_ranks), np.diff(self._offsets[row]))
         return np.column_stack([ranks, self._rows[row]])
 
@@ -324,14 +324,12 @@ def _canonical(given: ArrayLike, num_ranks: int, seq_len: int) -> Int64:
     pieces = pieces if pieces.size else pieces.reshape(0, 3)
     check_shape(pieces, "pieces", "n", 3)
     pieces = pieces[pieces[:, 1] != pieces[:, 2]]
-    for rank, start, stop in pieces[pieces[:, 1] > pieces[:, 2]][:1]:
-        raise ValueError(f"rank {rank} has the run [{start}, {stop}), which ends before it starts")
-    for rank in pieces[(pieces[:, 0] < 0) | (pieces[:, 0] >= num_ranks), 0][:1]:
-        raise ValueError(f"owners must be ranks in [0, {num_ranks}), got {rank}")
     pieces = pieces[np.argsort(pieces[:, 1], kind="stable")]
     rank, start, stop = pieces.T
-    for token in start[(start < 0) | (stop > seq_len)][:1]:
-        raise ValueError(f"runs must lie in [0, {seq_len}), got one that starts at {token}")
+    for each in pieces[(rank < 0) | (rank >= num_ranks) | (start < 0) | (start > stop) | (stop > seq_len)][:1].tolist():
+        raise ValueError(
+            f"pieces must be (rank, start, stop), a rank in [0, {num_ranks}) and a run in [0, {seq_len}), got {each}"
+        )
     covered = np.append(0, stop)
     following = np.append(start, seq_len)
     for i in np.flatnonzero(covered != following)[:1]:

@@ -88,17 +88,10 @@ class Packing:
         else:
             kv_lens, kv_offsets, kv_length = _side("kv", cu_seqlens_kv, cu_seqlens_kv_padded, kv_len)
         if len(kv_lens) != len(lens):
-            raise ValueError(
-                f"queries and keys must have the same number of sequences, got {len(lens)} in cu_seqlens_q and "
-                f"{len(kv_lens)} in cu_seqlens_kv"
-            )
+            raise ValueError(f"queries and keys must have as many sequences, got {len(lens)} and {len(kv_lens)}")
         alike = cu_seqlens_kv is not None and cu_seqlens_kv_padded is None and np.array_equal(lens, kv_lens)
         if alike and not np.array_equal(offsets, kv_offsets):
-            raise ValueError(
-                "keys have the lengths of the queries, and cu_seqlens_q_padded pads the queries alone: give "
-                "cu_seqlens_kv_padded too (leave all of kv out where keys lie as queries do; "
-                "cu_seqlens_kv_padded=cu_seqlens_kv says that keys have no padding)"
-            )
+            raise ValueError("cu_seqlens_q_padded pads the queries alone: give cu_seqlens_kv_padded too, or no kv")
         values = {"q_lens": lens, "q_offsets": offsets, "kv_lens": kv_lens, "kv_offsets": kv_offsets}
         for name, value in {**values, "q_len": length, "kv_len": kv_length}.items():
             object.__setattr__(self, name, value)
@@ -191,8 +184,7 @@ class Packing:
             for s in np.flatnonzero(uneven)[:1]:
                 raise ValueError(
                     f"sequence {s} has {self.q_lens[s]} queries and {self.kv_lens[s]} keys, so a causal mask or a "
-                    f'window needs align="top_left" (query 0 stands at key 0) or align="bottom_right" (the last query '
-                    f"stands at the last key)"
+                    f'window needs align="top_left" or align="bottom_right"'
                 )
         rows = _rows(self.q_lens, self.q_offsets)
         diagonal = rows + np.repeat(shift - self.q_offsets[:-1], self.q_lens)
@@ -221,24 +213,17 @@ class Packing:
         """
         if 0 in (self.q_len, self.kv_len):
             raise ValueError(
-                f"the packing has {self.q_len} query and {self.kv_len} key rows, and a plan needs some on both sides: "
-                f"skip this batch, on every rank"
+                f"the packing has {self.q_len} query and {self.kv_len} key rows: skip this batch, on every rank"
             )
-        if mask.batch_size > 1:
-            raise ValueError(f"a packing has no batch rows, got a mask of batch size {mask.batch_size}")
-        if (mask.q_len, mask.kv_len) != (self.q_len, self.kv_len):
-            raise ValueError(
-                f"the mask has {mask.q_len} queries x {mask.kv_len} keys, the packing's storage {self.q_len} x "
-                f"{self.kv_len}"
-            )
+        given, wanted = (mask.batch_size, mask.q_len, mask.kv_len), (1, self.q_len, self.kv_len)
+        if given != wanted:
+            raise ValueError(f"the mask is {given} (batch size, queries, keys), the packing's storage {wanted}")
         start, end = mask.start[0], mask.end[0]
         padding_before = np.append(0, np.cumsum(~self.valid_kv))
         wrong = (start < end) & (~self.valid_q | (padding_before[start] < padding_before[end]))
         for slot, row in np.argwhere(wrong)[:1]:
-            raise ValueError(
-                f"the mask lets query row {row} read the keys [{start[slot, row]}, {end[slot, row]}), and that row or "
-                f"one of the keys is padding; intersect the mask with packing.mask(causal=False)"
-            )
+            keys = f"[{start[slot, row]}, {end[slot, row]})"
+            raise ValueError(f"query row {row} reads the keys {keys}, and the row or one of the keys is padding")
 
     def dual_chunk_layout(self, num_ranks: int, side: Side = "q") -> Layout:
         """Each slot in ``2 * num_ranks`` chunks; rank ``r`` holds the chunks ``r`` and ``2 * num_ranks - 1 - r``.
@@ -255,11 +240,10 @@ class Packing:
         """
         check_positive(num_ranks, "num_ranks")
         _, offsets, length = self._of(side)
-        what = "query" if side == "q" else "key"
         if length == 0:
-            raise ValueError(f"the packing has no {what} rows to lay out; skip this batch, on every rank")
+            raise ValueError(f"the packing has no rows on side {side!r} to lay out; skip this batch, on every rank")
         edges = np.concatenate([[0], offsets, [length]])
-        check_chunks(edges, num_ranks, f"{what} ")
+        check_chunks(edges, num_ranks)
         return Layout([head_tail_pieces(edges, num_ranks)], num_ranks, length)
 
     def to_arrays(self) -> dict[str, Any]:
@@ -309,17 +293,13 @@ def _side(side: str, cu_seqlens: Any, padded: Any, length: SupportsIndex | None)
     name = f"cu_seqlens_{side}"
     cu = check_offsets(cu_seqlens, name, start_at_zero=False)
     if cu[0] != 0:
-        raise ValueError(
-            f"{name} counts valid tokens and must begin with 0, got {cu[0]}; storage offsets are {name}_padded"
-        )
+        raise ValueError(f"{name} must begin with 0, got {cu[0]}; storage offsets are {name}_padded")
     offsets = cu if padded is None else check_offsets(padded, f"{name}_padded", start_at_zero=False)
     if len(offsets) != len(cu):
         raise ValueError(f"{name} and {name}_padded must be equally long, got {len(cu)} and {len(offsets)} entries")
     lens, slots = np.diff(cu), np.diff(offsets)
     for s in np.flatnonzero(lens > slots)[:1]:
-        raise ValueError(
-            f"sequence {s} has {lens[s]} tokens in {name}, but {name}_padded gives it storage for {slots[s]} only"
-        )
+        raise ValueError(f"sequence {s} has {lens[s]} tokens in {name}, and storage for {slots[s]} only")
     lens.setflags(write=False)
     return lens, offsets, check_storage(f"{side}_len", offsets, length)
 
@@ -328,19 +308,15 @@ def check_storage(name: str, offsets: Int64, length: SupportsIndex | None) -> in
     """Rows of storage: `length`, called `name`, which the slots must fit; the last offset if None."""
     if length is None:
         return int(offsets[-1])
-    rows = check_length(length, name)
-    if rows < offsets[-1]:
+    if (rows := check_length(length, name)) < offsets[-1]:
         raise ValueError(f"{name} = {rows} rows of storage are too few: the last sequence ends at {offsets[-1]}")
     return rows
 
 
-def check_chunks(edges: Int64, num_ranks: int, kind: str = "") -> None:
-    """Check that slots with these edges, 0 to the storage length, can be cut into dual chunks; `kind` is for errors."""
+def check_chunks(edges: Int64, num_ranks: int) -> None:
+    """Check that slots with these edges, 0 to the storage length, can be cut into dual chunks."""
     for s in np.flatnonzero(np.diff(edges) % (2 * num_ranks))[:1]:
-        last = len(edges) - 2
-        what = "storage before sequence 0" if s == 0 else "storage after the last sequence"
-        what = what if s in (0, last) else f"sequence {s - 1}"
         raise ValueError(
-            f"{what} has a padded length of {edges[s + 1] - edges[s]} {kind}tokens, and the dual-chunk order needs a "
-            f"multiple of 2 * num_ranks = {2 * num_ranks}; any other balancer needs no padding"
+            f"the slot [{edges[s]}, {edges[s + 1]}) must be a multiple of 2 * num_ranks = {2 * num_ranks} tokens for "
+            f"the dual-chunk order; any other balancer needs no padding"
         )

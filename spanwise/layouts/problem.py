@@ -62,16 +62,9 @@ class LayoutProblem:
             raise ValueError("a layout needs at least one token, the masks have none")
         kv_len = next(iter(self.masks.values())).kv_len
         for name, mask in self.masks.items():
-            if self.square and mask.q_len != mask.kv_len:
-                raise ValueError(
-                    f"a layout is for self-attention, q_len == kv_len, but mask {name!r} has q_len {mask.q_len} "
-                    f"and kv_len {mask.kv_len}"
-                )
-            if (mask.q_len, mask.kv_len) != (self.seq_len, kv_len):
-                raise ValueError(
-                    f"all masks must have one length, but {next(iter(self.masks))!r} has {self.seq_len} tokens and "
-                    f"{kv_len} keys and {name!r} has {mask.q_len} and {mask.kv_len}"
-                )
+            wanted = (self.seq_len, self.seq_len if self.square else kv_len)
+            if (mask.q_len, mask.kv_len) != wanted:
+                raise ValueError(f"masks must be of {wanted} queries and keys, {name!r} is {mask.q_len, mask.kv_len}")
             if mask.batch_size not in (1, self.batch_size):
                 raise ValueError(f"mask {name!r} has batch {mask.batch_size}, must be 1 or {self.batch_size}")
         for name, weight in weights.items():

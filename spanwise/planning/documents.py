@@ -30,24 +30,19 @@ def packings(plan: PlanData, side: Side = "q", *, state: bool = False) -> list[P
     if plan.cu_seqlens is not None:
         return [Packing(row) for row in plan.cu_seqlens]
     if plan.kv_layout != plan.layout:
-        length = plan.seq_len if side == "q" else plan.kv_len
-        raise ValueError(
-            f"a mask of cross attention does not tell where documents start; pass cu_seqlens ([0, {length}] for one "
-            f"document)"
-        )
+        raise ValueError("a mask of cross attention does not tell where documents start; pass cu_seqlens")
     if plan.causal:
         return [Packing([0, plan.seq_len])]
     if len(possible := cuts(list(plan.masks.values()), range(plan.batch_size))):
         raise ValueError(
-            f"no span of the mask crosses token {possible[0]}, so a document may start there, and spans alone do not "
-            f"tell; pass cu_seqlens here or to make_plan ([0, {plan.seq_len}] for one document)"
+            f"a document may start at token {possible[0]}, which no span of the mask crosses; pass cu_seqlens here or "
+            f"to make_plan ([0, {plan.seq_len}] for one document)"
         )
     for token in branches(plan.masks.values(), plan.seq_len)[:1]:
-        cure = "layers that carry a state do not run on trees: give each path as a document, SpanMask.documents(…)"
+        tree = "give each path of a tree as a document" if state else "pass tree=spanwise.TokenTree(…)"
         raise ValueError(
-            f"the tokens {token - 1} and {token} do not read each other, so token {token} may follow another one, as "
-            f"where answers share a prompt; {cure if state else 'pass tree=spanwise.TokenTree(…)'}. If these tokens do "
-            f"follow one another, pass cu_seqlens, here or to make_plan ([0, {plan.seq_len}] for one document)"
+            f"token {token} may follow another token than {token - 1}, which it does not read: {tree}, or cu_seqlens "
+            f"([0, {plan.seq_len}] for one document)"
         )
     return [Packing([0, plan.seq_len])]
 
@@ -63,10 +58,7 @@ def check_tree(plan: PlanData, tree: TokenTree) -> None:
             continue
         wrong = mask.area() > (mask & whole).area()
         for row, token in np.argwhere(wrong)[:1]:
-            raise ValueError(
-                f"mask {name!r} of the plan lets token {token} (batch row {row}) read tokens that are not on its path "
-                f"in the tree; make the plan from tree.mask(), or from tree.mask() & another mask"
-            )
+            raise ValueError(f"mask {name!r} lets token {token} (batch row {row}) read tokens off its path in the tree")
 
 
 def check_tree_length(seq_len: int, tree: TokenTree) -> None:
@@ -74,10 +66,7 @@ def check_tree_length(seq_len: int, tree: TokenTree) -> None:
     if not isinstance(tree, TokenTree):
         raise ValueError(f"tree must be a spanwise.TokenTree, got a {type(tree).__name__}")
     if tree.num_tokens != seq_len:
-        raise ValueError(
-            f"the tree has {tree.num_tokens} tokens, the plan {seq_len}; padding can be one more root, as in "
-            f"TokenTree.pack([tree, TokenTree([-1], [padding])])"
-        )
+        raise ValueError(f"the tree has {tree.num_tokens} tokens, the plan {seq_len}; padding can be one more root")
 
 
 def positions(plan: PlanData, rank: int) -> Int64 | None:

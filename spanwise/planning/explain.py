@@ -54,13 +54,7 @@ def explain(plan: PlanData) -> str:
 
 
 def describe_hosts(plan: PlanData, mask: str) -> str:
-    """What stays inside hosts and what crosses between them, on one line; for hardware with hosts.
-
-    >>> import spanwise
-    >>> plan = spanwise.make_plan(spanwise.SpanMask.causal(4096), 16, exchange="hierarchical", hardware=spanwise.H100)
-    >>> describe_hosts(plan, "default").split(";")[0]
-    'hosts of 8 ranks: 93.3% of the K/V tokens stay inside'
-    """
+    """What stays inside hosts and what crosses between them, on one line; for hardware with hosts."""
     moved = memory.host_traffic(plan, mask)
     share = moved.inside / max(moved.inside + moved.between, 1)
     between = moved.between / plan.num_ranks

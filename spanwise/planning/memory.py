@@ -24,9 +24,8 @@ def check_heads(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> None:
     if num_q_heads % num_ranks:
         works = ", ".join(str(n) for n in range(1, num_q_heads + 1) if num_q_heads % n == 0)
         raise ValueError(
-            f"exchange 'ulysses' cannot divide {num_q_heads} query heads ({num_kv_heads} key/value heads) evenly over "
-            f"{num_ranks} ranks; {num_q_heads} heads go with {works} ranks. Let fewer ranks trade heads, "
-            f"num_ranks=(outer, inner) with such an inner number, or take another exchange"
+            f"exchange 'ulysses' cannot divide {num_q_heads} query heads over {num_ranks} ranks; they go with {works} "
+            f"ranks: give num_ranks=(outer, inner) with such an inner number"
         )
 
 
@@ -45,15 +44,14 @@ def is_compact(plan: PlanData) -> bool:
     return plan.kv_row_dim is not None and plan.inner == 1
 
 
-def kv_token_bytes(plan: PlanData) -> int:
+def kv_token_bytes(plan: PlanData, shape: tuple[int, int, int, int] | None = None) -> int:
     """Bytes of K and V of one token, or of its row in their place, between groups.
 
-    All heads, or under Ulysses the heads that a rank computes.
+    All heads, or under Ulysses the heads that a rank computes. `shape`: `PlanData.attention_shape`, where it is known.
     """
-    if is_compact(plan):
-        assert plan.kv_row_dim is not None
+    if plan.kv_row_dim is not None and plan.inner == 1:
         return plan.kv_row_dim * plan.itemsize
-    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape("bytes of K/V")
+    num_heads, kv_heads, qk_dim, v_dim = shape or plan.attention_shape("bytes of K/V")
     held = kv_heads if plan.inner == 1 else kv_heads_held(num_heads, kv_heads, plan.inner)
     return held * (qk_dim + v_dim) * plan.itemsize
 
@@ -92,13 +90,13 @@ def received(plan: PlanData, mask: str) -> Int64:
 
 def resident_and_saved(plan: PlanData, mask: str, what: str = "resident_bytes()") -> tuple[Int64, Int64]:
     """The bytes of `Plan.resident_bytes` and of `Plan.saved_bytes`."""
-    _, kv_heads, qk_dim, v_dim = plan.attention_shape(what)
-    route, token_bytes = plan.route(mask), kv_token_bytes(plan)
+    shape = plan.attention_shape(what)
+    route, token_bytes = plan.route(mask), kv_token_bytes(plan, shape)
     kept = route.tokens.sum(axis=(0, 2)) * plan.keep_kv
     most = np.maximum(route.most_held(keep=plan.keep_kv), kept) if route.sources else kept
     exchanging, after = (np.repeat(tokens, plan.inner) * token_bytes for tokens in (most, kept))
     if is_compact(plan) and route.sources:  # K and V of one chunk at a time
-        exchanging = exchanging + route.tokens.sum(axis=2).max(axis=0) * kv_heads * (qk_dim + v_dim) * plan.itemsize
+        exchanging = exchanging + route.tokens.sum(axis=2).max(axis=0) * shape[1] * sum(shape[2:]) * plan.itemsize
     return (exchanging, after) if plan.inner == 1 else _with_trades(plan, exchanging, after)
 
 
@@ -155,10 +153,7 @@ def host_traffic(plan: PlanData, mask: str, size: int | None = None) -> HostTraf
     """The counts of `Plan.host_traffic`."""
     size = size or plan.hardware.groups_on_a_host(plan.num_ranks)
     if size is None or size < 1:
-        raise ValueError(
-            f"the plan's hardware {plan.hardware.name!r} has no hosts smaller than {plan.num_ranks} ranks: give "
-            f"host_size, or make the plan with hardware that has hosts, such as spanwise.H100"
-        )
+        raise ValueError(f"hardware {plan.hardware.name!r} has no hosts below {plan.num_ranks} ranks: give host_size")
     tokens, host = plan.traffic(mask), np.arange(plan.num_ranks) // size
     inside = int(tokens[host[:, None] == host].sum())
     return HostTraffic(size, inside, int(tokens.sum()) - inside)

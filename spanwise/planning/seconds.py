@@ -228,7 +228,6 @@ def _end(one: Pass, trades: tuple[float, float] | None) -> Pass:
 
 def predict(plan: PlanData) -> dict[str, float]:
     """Seconds of attention in one step, all masks by weight: the result of `Plan.predict`."""
-    plan.attention_shape("predict()")
     parts = dict.fromkeys(PARTS, 0.0)
     for name, weight in plan.weights.items():
         layer = timeline(plan, name)
@@ -268,11 +267,14 @@ def recurrent(plan: PlanData) -> dict[str, tuple[int, float]]:
 
 def timeline(plan: PlanData, mask: str) -> Timeline:
     """Timeline of one layer that uses ``mask``."""
-    num_heads, kv_heads, qk_dim, v_dim = plan.attention_shape("timeline()")
+    num_heads, kv_heads, qk_dim, v_dim = shape = plan.attention_shape("predict() and timeline()")
     inner, route, rates = plan.inner, plan.route(mask), plan.hardware
-    kv_bytes = float(memory.kv_token_bytes(plan))
+    kv_bytes = float(memory.kv_token_bytes(plan, shape))
     grad_bytes = kv_bytes / plan.itemsize * plan.sum_itemsize
-    ahead, back = _attention(plan, mask, route)
+    pairs = _pairs(plan, mask, route)
+    # A rank's fraction of the heads, over the tokens of its group.
+    per_pair = [attention_flops(1.0, num_heads // inner, qk_dim, v_dim, backward=each) for each in (False, True)]
+    ahead, back = (rates.attention_seconds(pairs * each, backward=i == 1) for i, each in enumerate(per_pair))
 
     # Copies; `copy` is the seconds of a byte. Query rows and keys are those of the rank's group.
     copy, steps = rates.copy_seconds(1.0), len(route.sources) > 0
@@ -339,32 +341,26 @@ def _exchange(plan: PlanData, route: Route, kv_bytes: float, grad_bytes: float) 
     return there, home
 
 
-def _attention(plan: PlanData, mask: str, route: Route) -> list[Float64]:
-    """Seconds of forward and of backward on the rank's own keys, then on each chunk; ``[P, n + 1]`` each."""
-    own = plan.inner * plan.local_work(mask).astype(np.float64)
+def _pairs(plan: PlanData, mask: str, route: Route) -> Float64:
+    """(query, key) pairs of the rank's own keys, then of each step's, ``[P, n + 1]``.
+
+    Exact where keys travel that nobody reads; elsewhere in proportion to tokens, as every chunk has nearly the
+    proportions of the whole.
+    """
+    work, own = plan.work(mask), plan.local_work(mask)
+    local = plan.inner * own.astype(np.float64)
     # At the mask's edge the kernel also computes pairs that the mask hides.
     rows = np.repeat(plan.batch_size * plan.groups.tokens_per_rank, plan.inner)
-    own += np.where(own > 0, plan.hardware.edge_pairs * rows, 0.0)
-    pairs, found = np.concatenate([own[:, None], _chunk_pairs(plan, mask, route)], axis=1), []
-    num_heads, _, qk_dim, v_dim = plan.attention_shape("timeline()")
-    for backward in (False, True):  # a rank's fraction of the heads, over the tokens of its group
-        per_pair = attention_flops(1.0, num_heads // plan.inner, qk_dim, v_dim, backward=backward)
-        found.append(plan.hardware.attention_seconds(pairs * per_pair, backward=backward))
-    return found
-
-
-def _chunk_pairs(plan: PlanData, mask: str, route: Route) -> Float64:
-    """(query, key) pairs of each step's keys, ``[P, n]``: exact where keys travel that nobody reads.
-
-    Elsewhere in proportion to tokens; every chunk has nearly the proportions of the whole.
-    """
+    local += np.where(local > 0, plan.hardware.edge_pairs * rows, 0.0)
     tokens = np.repeat(route.tokens.sum(axis=2), plan.inner, axis=1).T
     if len(route.sources) > 1 and not route.exact and tokens.sum() > plan.needed_tokens(mask).sum():
         areas = []
         for step in route.steps:
-            rows = [step.moves[step.moves[:, ROW] == row] for row in range(int(step.moves[:, ROW].max()) + 1)]
-            keys = [moves[:, [RECEIVER, START, STOP]] for moves in rows]  # by group
+            rows_of = [step.moves[step.moves[:, ROW] == row] for row in range(int(step.moves[:, ROW].max()) + 1)]
+            keys = [moves[:, [RECEIVER, START, STOP]] for moves in rows_of]  # by group
             areas.append(traffic.pairs_over(plan.mask(mask), plan.groups, keys, plan.batch_size))
-        return np.repeat(np.stack(areas, axis=1), plan.inner, axis=0).astype(np.float64)
-    remote = plan.inner * (plan.work(mask) - plan.local_work(mask)).astype(np.float64)
-    return remote[:, None] * tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1.0)
+        away = np.repeat(np.stack(areas, axis=1), plan.inner, axis=0).astype(np.float64)
+    else:
+        remote = plan.inner * (work - own).astype(np.float64)
+        away = remote[:, None] * tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1.0)
+    return np.concatenate([local[:, None], away], axis=1)

@@ -85,15 +85,3 @@ def test_per_document_head_tail(lengths, num_ranks):
         assert not torch.equal(mine, theirs)
     if not torch.equal(mine, theirs):
         assert torch.equal(mine, regrouped.flatten())
-
-
-def test_documented_example_differs_before_torch_2_14():
-    documented = [0, 3, 4, 5, 10, 11, 12, 15]
-    cu_seqlens = [0, 4, 12, 16]
-    problem = LayoutProblem({"m": SpanMask.documents(cu_seqlens)}, cu_seqlens=cu_seqlens)
-    layout = assign_layout("per_document_head_tail", problem, 2)
-    assert layout.indices(0).tolist() == documented
-    theirs = peers._PerDocumentHeadTailLoadBalancer([[4, 8, 4]], 2, "cpu")._generate_indices()[0, :8].tolist()
-    wrong = torch.__version__.startswith(("2.11.", "2.12.", "2.13."))
-    expected = [0, 3, 1, 2, 4, 5, 10, 11] if wrong else documented
-    assert theirs == expected

@@ -26,7 +26,7 @@ def test_branches_are_the_tokens_apart_from_the_one_before(length: int, rows: in
 def test_answers_that_share_a_prompt_are_not_one_document() -> None:
     plan = spanwise.make_plan(SpanMask.shared_prefix(4, [3, 5]), 2)
     assert documents.positions(plan, 0) is None
-    with pytest.raises(ValueError, match=r"tokens 6 and 7 do not read each other.*tree=.*\[0, 12\]"):
+    with pytest.raises(ValueError, match=r"token 7 may follow another token than 6.*tree=.*\[0, 12\]"):
         documents.packings(plan)
 
 
@@ -60,9 +60,9 @@ def test_positions_are_none_where_spans_alone_do_not_tell() -> None:
     mask = SpanMask.block_causal(12, 4, num_previous=0)
     plan = spanwise.make_plan(mask, 2)
     assert documents.positions(plan, 0) is None
-    with pytest.raises(ValueError, match="no span of the mask crosses token 4, so a document may start there"):
+    with pytest.raises(ValueError, match="may start at token 4, which no span of the mask crosses"):
         documents.packings(plan)
     cross = spanwise.make_plan(SpanMask.full(8, 12), 2)
     assert documents.positions(cross, 1) is None
-    with pytest.raises(ValueError, match=r"cross attention does not tell.*\[0, 12\]"):
+    with pytest.raises(ValueError, match=r"cross attention does not tell"):
         documents.packings(cross, "kv")

@@ -34,7 +34,7 @@ def test_host_traffic_equals_brute_force(seed):
 
 def test_hosts_must_be_known():
     one_link = dataclasses.replace(spanwise.H100, links=spanwise.H100.links[1:])
-    with pytest.raises(ValueError, match="has no hosts smaller than 16 ranks: give host_size"):
+    with pytest.raises(ValueError, match="has no hosts below 16 ranks: give host_size"):
         make_plan(SpanMask.causal(64), 16, exchange="needed", hardware=one_link).host_traffic()
     with pytest.raises(ValueError, match="'hierarchical' needs hardware that has hosts, such as spanwise.H100"):
         make_plan(SpanMask.causal(64), 4, exchange="hierarchical", hardware=one_link)

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from spanwise import make_plan
 from spanwise.layouts.layout import Layout
 from spanwise.planning.plan import Plan
-from spanwise.planning.seconds import _chunk_pairs
+from spanwise.planning.seconds import _pairs
 from spanwise.routes.exchanges import EXCHANGES
 from tests.masks.test_properties import masks
 
@@ -182,7 +182,7 @@ def test_hops(problem: tuple[Plan, Dense]) -> None:
     held = np.array([group_keys(plan, dense, group) for group in range(groups)])
     if plan.exchange == "ulysses":
         return
-    areas = _chunk_pairs(plan, "default", route)[:: plan.inner]
+    areas = _pairs(plan, "default", route)[:: plan.inner, 1:]
     assert len(route.steps) == len(walk)
     for i, hop in enumerate(walk):
         for group, (sender, owner) in enumerate(hop):
