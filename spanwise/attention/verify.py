@@ -75,7 +75,7 @@ class VerifyReport:
         if set(self.errors) == {"out"}:
             lines.append("  gradients were not checked: no floating-point input and no parameter")
         found = f"leak probe on {len(self.probed)} tokens: {len(self.leaks)} leaks, {len(self.blind)} blind rows"
-        lines.append(f"  {found}" if self.probed else "  leaks were not probed: there is no second document")
+        lines.append(f"  {found}" if self.probed else "  leaks were not probed")
         for kind, pairs in (("leak", self.leaks), ("blind", self.blind)):
             lines += [f"    {kind}: row {row}, token {token}" for row, token in pairs[:5]]
         return "\n".join(lines)

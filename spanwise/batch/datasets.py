@@ -146,10 +146,8 @@ class GlobalBatchStream(GlobalBatchDataset):
     def _turns(self, position: int, workers: int) -> Iterator[tuple[GlobalBatches, DocumentSource, int, int]]:
         """Positions count documents of the stream; each batch has its own `GlobalBatches`."""
         if workers > 1 and isinstance(self.documents, IterableDataset):
-            raise ValueError(
-                f"{type(self.documents).__name__} is a torch IterableDataset, which may give each of {workers} workers "
-                f"other documents: use num_workers=1, or another iterable"
-            )
+            name = type(self.documents).__name__
+            raise ValueError(f"{name} is a torch IterableDataset, which {workers} workers may share: use num_workers=1")
         stream: Any = self.documents
         skips = position and hasattr(stream, "skip")
         documents = stream.skip(position) if skips else itertools.islice(stream, position, None)

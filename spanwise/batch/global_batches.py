@@ -105,9 +105,7 @@ class GlobalBatch:
         for document, start, stop, more, first in self._parts(rank).tolist():
             tokens = np.asarray(source[document][start : stop + more])
             if tokens.shape != (stop + more - start,):
-                raise ValueError(
-                    f"source[{document}][{start}:{stop + more}] has shape {tokens.shape}: not the documents of lengths"
-                )
+                raise ValueError(f"source[{document}][{start}:{stop + more}] has shape {tokens.shape}")
             if tokens.dtype.kind not in "iu":
                 raise ValueError(f"tokens must be integers, got {tokens.dtype} from source[{document}]")
             end = at + stop - start
@@ -275,10 +273,8 @@ class GlobalBatches:
         self.cut, self.pad, self.drop_last = bool(cut), bool(pad), bool(drop_last)
         self.end = None if epochs is None else check_positive(epochs, "epochs") * self.order.epoch_tokens
         if self.order.longest > self.batch_tokens and not cut:
-            raise ValueError(
-                f"a document has {self.order.longest:,} tokens, and a batch at most {self.batch_tokens:,}: raise "
-                f"tokens_per_rank, give max_document={self.batch_tokens}, or cut=True"
-            )
+            longest, most = f"{self.order.longest:,}", f"{self.batch_tokens:,}"
+            raise ValueError(f"a document has {longest} tokens, a batch at most {most}: give max_document or cut=True")
         if pad and tokens_per_rank % block_size:
             raise ValueError(f"pad=True needs tokens_per_rank in blocks of {block_size}, got {tokens_per_rank}")
         # A batch of too few tokens raises now, not at the end of an epoch; of many million documents, when it is made.
@@ -309,10 +305,8 @@ class GlobalBatches:
             if position >= self.end or (self.drop_last and incomplete):
                 return None
         if after - position < self.size and not self.pad:
-            raise ValueError(
-                f"the batch after token {position:,} has {after - position} tokens for {self.size} ranks: pad=True "
-                f"fills every batch, cut=True all but the last one, drop_last=True leaves that out"
-            )
+            few = f"{after - position} tokens for {self.size} ranks"
+            raise ValueError(f"the batch after token {position:,} has {few}: give pad=True, cut=True or drop_last=True")
         return after
 
     def at(self, position: int = 0) -> GlobalBatch:

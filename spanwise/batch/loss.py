@@ -49,8 +49,6 @@ def cross_entropy(
     Raises:
         ValueError: shapes that do not match, labels that are not int64 or, on the CPU, outside the vocabulary, weights
             with a gradient, a `num_valid` that is not a number of tokens, or is 0 with valid labels.
-        spanwise.MismatchError: ranks make different calls, or give other numbers of tokens.
-        spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import torch, spanwise
     >>> spanwise.cross_entropy(torch.zeros(1, 3, 8), torch.tensor([[2, -100, 5]]), mesh=None)
@@ -100,8 +98,6 @@ def linear_cross_entropy(
     Raises:
         ValueError: as `token_logprobs` and `cross_entropy`.
         NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
-        spanwise.MismatchError: ranks of `vocab_mesh`, or of `loss_mesh` as in `cross_entropy`, make different calls.
-        spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import torch, spanwise
     >>> hidden, weight = torch.zeros(1, 3, 4), torch.ones(8, 4)

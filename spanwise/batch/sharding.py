@@ -277,10 +277,8 @@ def _tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int) -> di
         raise ValueError("leave attention_mask out: the plan, from SpanMask.from_attention_mask, knows the padding")
     for name, x in tensors.items():
         if x.dim() <= (at := _seq_dim(name, x, dim)) or x.shape[at] != plan.seq_len:
-            raise ValueError(
-                f"batch[{name!r}] must have size {plan.seq_len} in dim {at}, got {tuple(x.shape)}; cut tensors of the "
-                f'keys of cross attention by shard(…, side="kv")'
-            )
+            hint = '; cut keys of cross attention by shard(…, side="kv")' * (plan.kv_len != plan.seq_len)
+            raise ValueError(f"batch[{name!r}] must have size {plan.seq_len} in dim {at}, got {tuple(x.shape)}{hint}")
     sizes = {name: x.shape[_seq_dim(name, x, dim) - 1] for name, x in tensors.items()} if dim else {}
     if sizes.get("position_ids") == 1:  # the same positions in all rows, as models take them
         sizes.pop("position_ids")

@@ -82,8 +82,6 @@ def token_logprobs(
         ValueError: shapes, dtypes or numbers that do not fit; labels outside the vocabulary, on the CPU (elsewhere
             their log-probability is −inf).
         NotImplementedError: second or forward-mode derivatives, and transforms of `torch.func`.
-        spanwise.MismatchError: ranks of `vocab_mesh` make different calls.
-        spanwise.ExchangeError: a rank of `vocab_mesh` is gone or too late.
 
     >>> import torch, spanwise
     >>> spanwise.token_logprobs(torch.zeros(1, 3, 8), torch.tensor([[2, -100, 5]]))

@@ -71,43 +71,25 @@ def apply_cp_to_forward(
             raise ValueError(f"apply_cp_to_forward takes {names} with their own forward, got {type(module).__name__}")
         window = tuple(getattr(module, "window_size", _CAUSAL))
         if window != _CAUSAL:
-            raise ValueError(
-                f"{type(module).__name__} has window_size={window}; leave it at {_CAUSAL}, and pass "
-                f"mask=SpanMask.documents(…, window={window}) to prepare_context_parallel_input"
-            )
+            raise ValueError(f"window_size={window} belongs into the mask: SpanMask.documents(…, window={window})")
 
     def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        attention_masks: Any = None,
-        scale: float | None = None,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_masks: Any = None, scale: float | None = None,
         score_mod: Callable[..., Any] | None = None,
         out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        enable_gqa: bool = False,  # the heads of k tell it
-        is_causal: bool = True,
-        **unknown: Any,
-    ) -> torch.Tensor:
+        enable_gqa: bool = False, is_causal: bool = True, **unknown: Any,
+    ) -> torch.Tensor:  # fmt: skip
         if not isinstance(attention_masks, PlannedMask):
-            raise ValueError(
-                f"attention_masks must be the plan of spanwise's prepare_context_parallel_input, got "
-                f"{type(attention_masks).__name__}"
-            )
+            got = type(attention_masks).__name__
+            raise ValueError(f"attention_masks must come from spanwise's prepare_context_parallel_input, got {got}")
         if unknown or not is_causal:
             given = unknown if is_causal else {"is_causal": False, **unknown}
             raise ValueError(f"attention under context parallelism does not take {given}; the plan's mask decides")
+        options: Any = {"mask_name": attention_masks.name, "scale": scale, "score_mod": score_mod, "kernel": kernel}
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        aux = spanwise.AuxRequest(lse=out_transform is not None)
         out, aux = spanwise.context_parallel_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attention_masks.plan,
-            cp_mesh,
-            mask_name=attention_masks.name,
-            scale=scale,
-            score_mod=score_mod,
-            kernel=kernel,
-            return_aux=spanwise.AuxRequest(lse=out_transform is not None),
+            q, k, v, attention_masks.plan, cp_mesh, return_aux=aux, **options
         )
         out = out.transpose(1, 2)
         return out if out_transform is None else out_transform(out, aux.lse.transpose(1, 2))
@@ -172,11 +154,9 @@ def prepare_context_parallel_input(
         plan = spanwise.make_plan(masks, cp_mesh.size(), balancer=balancer, **options)
     elif mask is not None or options:
         raise ValueError("a plan has its masks and options; leave mask and the options of make_plan out")
-    if (plan.seq_len, plan.num_ranks) != (shape[1], cp_mesh.size()):
-        raise ValueError(
-            f"the plan is for {plan.seq_len} tokens on {plan.num_ranks} ranks; the batch has {shape[1]} tokens a row, "
-            f"the mesh {cp_mesh.size()} ranks"
-        )
+    given, wanted = (plan.seq_len, plan.num_ranks), (shape[1], cp_mesh.size())
+    if given != wanted:
+        raise ValueError(f"the plan is for {given} tokens of a row and ranks, the batch and the mesh are of {wanted}")
     device = inputs.device if device is None else torch.device(device)
     local = plan.local(cp_mesh, device)
     inputs, labels, positions = spanwise.shard(local, x=tuple(x.to(device) for x in (inputs, labels, positions)))

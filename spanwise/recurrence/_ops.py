@@ -30,7 +30,7 @@ def _operator(function: Callable[..., Any]) -> CustomOpDef:
         with torch.autocast(args[1].device.type, enabled=False):
             return function(*args)
 
-    return torch.library.custom_op(f"spanwise::recurrence_{function.__name__}", exact, mutates_args=())
+    return torch.library.custom_op(f"spanwise::recurrence_{function.__name__.strip('_')}", exact, mutates_args=())
 
 
 @_operator
@@ -92,8 +92,7 @@ def _(q, k, v, log_decay, beta, state, *_):  # type: ignore[no-untyped-def]
     return [x.new_empty(x.shape) for x in (q, k, v, log_decay, beta, state) if x is not None]
 
 
-@_operator
-def compose(
+def _compose(
     rows: Tensor, chain: Tensor, counts: Tensor, reads: Tensor, read_from: Tensor, read_counts: Tensor,
     heads: int, keys: int, values: int, dense: bool,
 ) -> Tensor:  # fmt: skip
@@ -105,13 +104,6 @@ def compose(
         reads, read_from, read_counts: which run gets the state after a step, of which document, and how many.
         dense: whether A is ``[H, K, K]``; else ``[H, d]``.
     """
-    return _compose(rows, chain, counts, reads, read_from, read_counts, heads, keys, values, dense)
-
-
-def _compose(
-    rows: Tensor, chain: Tensor, counts: Tensor, reads: Tensor, read_from: Tensor, read_counts: Tensor,
-    heads: int, keys: int, values: int, dense: bool,
-) -> Tensor:  # fmt: skip
     split, read = rows.shape[1] - heads * keys * values, read_counts.tolist()
     a, b = rows[:, :split].unflatten(1, (heads, -1)), rows[:, split:].unflatten(1, (heads, keys, values))
     entering, state = rows.new_empty(reads.shape[0], heads, keys, values), b[:0]
@@ -124,6 +116,9 @@ def _compose(
             state = a[maps].unsqueeze(-1) * before + state
         entering[to] = state[of]
     return entering
+
+
+compose = _operator(_compose)
 
 
 @compose.register_fake

@@ -43,8 +43,6 @@ def causal_conv(
 
     Raises:
         ValueError: shapes that do not fit, a width that the route was not made for, an unknown activation.
-        spanwise.MismatchError: ranks make different calls.
-        spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
 
     >>> import torch, spanwise
     >>> from spanwise import recurrence

@@ -55,8 +55,6 @@ def gated_linear(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
-        spanwise.MismatchError: ranks make different calls.
-        spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
 
     >>> import torch, spanwise
     >>> from spanwise import recurrence
@@ -115,15 +113,9 @@ def gated_delta(
 
 
 def _layer(
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    route: RecurrenceRoute,
-    scale: float | None,
-) -> torch.Tensor:
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor | None,
+    route: RecurrenceRoute, scale: float | None,
+) -> torch.Tensor:  # fmt: skip
     scale = _torch.constant(scale)
     _torch.check_transforms(q, k, v, log_decay)
     check_route(route, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta})

@@ -80,8 +80,6 @@ def relayout(
 
     Raises:
         ValueError: plans that do not go together, a shape that is not this rank's shard, or another mesh.
-        spanwise.MismatchError: ranks make different calls.
-        spanwise.ExchangeError: a rank is gone or too late, here or in the backward.
 
     >>> import torch, spanwise
     >>> mask = spanwise.SpanMask.causal(4)

@@ -124,7 +124,6 @@ def recurrence_route(
     Raises:
         ValueError: a plan of cross attention, unknown or bad document offsets, a mesh that does not fit, or plans that
             differ between the ranks.
-        spanwise.ExchangeError: a rank is gone or too late.
 
     >>> import spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 3, 8]), num_ranks=1)
@@ -133,8 +132,17 @@ def recurrence_route(
     """
     if torch.compiler.is_compiling():
         raise ValueError("call recurrence_route outside of compiled code, and pass the result")
-    packings, rank = _documents(plan, cu_seqlens), rank_on(mesh, plan.num_ranks)
-    conv_width = check_positive(conv_width, "conv_width")
+    if not isinstance(plan, Plan):
+        raise ValueError(f"recurrence_route needs the Plan, got a {type(plan).__name__}")
+    if plan.kv_layout != plan.layout:
+        raise ValueError("a layer with a state runs along one sequence; the plan is for cross attention")
+    if cu_seqlens is None:
+        packings = documents.packings(plan, state=True)
+    elif plan.packing is not None:
+        raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
+    else:
+        packings = [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
+    rank, conv_width = rank_on(mesh, plan.num_ranks), check_positive(conv_width, "conv_width")
     device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -148,19 +156,6 @@ def recurrence_route(
         built = _built(plan, everyone, rows, rank, device, conv_width, mesh, prints.digest())
     route: RecurrenceRoute = to_active_mode(built)
     return route
-
-
-def _documents(plan: Plan, cu_seqlens: Any) -> list[Packing]:
-    """The documents of each batch row; one entry serves all."""
-    if not isinstance(plan, Plan):
-        raise ValueError(f"recurrence_route needs the Plan, got a {type(plan).__name__}")
-    if plan.kv_layout != plan.layout:
-        raise ValueError("a layer with a state runs along one sequence; the plan is for cross attention")
-    if cu_seqlens is None:
-        return documents.packings(plan, state=True)
-    if plan.packing is not None:
-        raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
-    return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
 
 
 def _built(

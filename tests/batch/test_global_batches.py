@@ -55,7 +55,7 @@ def made(lengths: list[int], ranks: int, tokens: int, **options: Any) -> GlobalB
     try:
         return GlobalBatches(lengths, ranks, tokens, **PLAN | options)
     except ValueError as error:
-        assert "pad=True fills" in str(error) or "a batch at most" in str(error)
+        assert "give pad=True" in str(error) or "a batch at most" in str(error)
         return None
 
 

@@ -16,11 +16,10 @@ except ImportError as error:
         "spanwise.integrations.transformers needs transformers and accelerate: pip install 'spanwise[transformers]'"
     ) from error
 
-from spanwise.integrations.transformers.batches import share_prefixes
 from spanwise.integrations.transformers.inputs import prepare
 from spanwise.integrations.transformers.masks import make_plan
 from spanwise.integrations.transformers.model import context_parallel
 from spanwise.integrations.transformers.trainer import trainer
 from spanwise.integrations.transformers.verify import verify
 
-__all__ = ["context_parallel", "make_plan", "prepare", "share_prefixes", "trainer", "verify"]
+__all__ = ["context_parallel", "make_plan", "prepare", "trainer", "verify"]

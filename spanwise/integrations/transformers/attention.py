@@ -19,7 +19,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import spanwise
-from spanwise.integrations.transformers import corrections
 from spanwise.integrations.transformers.batches import OTHER, UNKNOWN, PlannedBatch, empty_mask, kind_of, planned_of
 from spanwise.integrations.transformers.indexed import Selection, reading
 from spanwise.integrations.transformers.masks import CHUNKED, FULL, SLIDING
@@ -48,16 +47,9 @@ def register(before: str) -> str:
 
 
 def attention(
-    before: str,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    *args: Any,
-    spanwise_plan: PlannedBatch | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
+    before: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: Any, *args: Any, spanwise_plan: PlannedBatch | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """One attention call of a model: ``[B, H, T, D]`` in, ``[B, T, H, D]`` out.
 
     Raises:
@@ -77,8 +69,8 @@ def attention(
         return _function(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     # Models may pass them by position, in the order of eager attention.
     kwargs |= dict(zip(("scaling", "dropout")[: len(args)], args, strict=True))
-    mask_name = planned.names[_checked_kind(module, query, key, attention_mask, kwargs, planned.blocks)]
-    query = corrections.with_global_temperature(module, query, planned.positions)
+    mask_name = _checked_kind(module, query, key, attention_mask, kwargs, planned.blocks)
+    query = _with_global_temperature(module, query, planned.positions)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # rotary embeddings leave q and k in float32
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -88,19 +80,24 @@ def attention(
     score_mod = None
     if isinstance(selection := kwargs.get("indices"), Selection):
         score_mod = reading(selection.picked(planned), planned.plan.tokens[0])
+    options: Any = {"softcap": kwargs.get("softcap"), "sinks": sinks, "expand": expand, "score_mod": score_mod}
     out = spanwise.context_parallel_attention(
-        query,
-        key,
-        value,
-        planned.plan,
-        mask_name=mask_name,
-        scale=kwargs.get("scaling"),
-        softcap=kwargs.get("softcap"),
-        sinks=sinks,
-        expand=expand,
-        score_mod=score_mod,
+        query, key, value, planned.plan, mask_name=mask_name, scale=kwargs.get("scaling"), **options
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_global_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Queries of Llama 4's layers without rotary embedding, scaled by their position in the document.
+
+    The module has scaled `query` ``[B, H, T, D]`` by a token's index in its input, which here is a shard.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    indices = positions, torch.arange(query.shape[2], device=query.device)
+    own, given = (torch.log1p(((x.float() + 1) / module.floor_scale).floor()) * module.attn_scale + 1 for x in indices)
+    return (query * (own / given)[:, None, :, None]).to(query.dtype)
 
 
 def keep_latents(module: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a batch: its documents, from what describes them; prefixes as a tree; what a plan adds."""
+"""What is known of a batch: its documents, from what describes them, and what a plan adds."""
 
 # B rows, S tokens a row, N tokens of the batch that are kept, T of them this rank's
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -197,57 +196,12 @@ def _steps(positions: torch.Tensor, rows: int, length: int) -> tuple[torch.Tenso
     return restarts.expand(rows, -1), (steps[0] > 1).expand(rows, -1) & (len(along) == 1)
 
 
-def share_prefixes(batch: Batch) -> dict[str, Any]:
-    """The sequences of a batch as a tree, in which each common prefix is stored and computed once; pure.
-
-    ``model(**hf.share_prefixes(batch)).loss`` is the loss of the sequences of the batch, each as often as it occurs.
-    `spanwise.tree_from_sequences` makes the same tree and knows the path of each sequence in it.
-
-    Args:
-        batch: ``input_ids`` ``[B, S]``, padded or packed as `find_documents` takes it, and ``labels`` ``[B, S]``, which
-            are token ids or -100. Not ``position_ids`` of one's own, nor other tensors.
-
-    Returns:
-        ``input_ids`` ``[1, N]``, the ``tree``, and with labels ``labels`` ``[1, N]`` and ``label_weights`` ``[1, N]``,
-        float32: the number of sequences that have a label at a token.
-
-    Raises:
-        ValueError: tensors that are not of these, or labels that are not the tokens themselves.
-
-    >>> ids = torch.tensor([[5, 6, 7], [5, 6, 8]])
-    >>> batch = share_prefixes({"input_ids": ids, "labels": ids})
-    >>> batch["input_ids"].tolist(), batch["label_weights"].tolist()
-    ([[5, 6, 7, 8]], [[0.0, 2.0, 1.0, 1.0]])
-    """
-    documents = find_documents(batch)
-    described = {"input_ids", "labels", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
-    strange = [name for name, x in batch.items() if isinstance(x, torch.Tensor) and name not in described]
-    if documents.tree is not None or strange or "input_ids" not in batch:
-        raise ValueError(f"share_prefixes takes input_ids and labels of sequences, got {sorted(batch)}")
-    given = documents.flat(batch["input_ids"])[0]
-    runs = [slice(*run) for run in pairwise(documents.cu_seqlens.tolist())]
-    found = spanwise.tree_from_sequences([given[run] for run in runs])
-    ids = torch.from_numpy(found.ids).to(given)[None]
-    rest = {name: x for name, x in batch.items() if name not in described and not name.startswith("max_length_")}
-    if batch.get("labels") is None:
-        return {**rest, "input_ids": ids, "tree": found.tree}
-    labels = documents.flat(batch["labels"])[0]
-    valid = labels != -100
-    if not torch.equal(labels[valid], given[valid].to(labels)):
-        raise ValueError("labels must be the tokens of input_ids or -100: sequences that share a token share its label")
-    valid[documents.cu_seqlens[:-1]] = False  # nothing predicts a first token
-    weights = torch.from_numpy(found.weights([valid[run] for run in runs])).to(ids.device, torch.float32)[None]
-    labels = ids.masked_fill(weights == 0, -100)
-    return {**rest, "input_ids": ids, "tree": found.tree, "labels": labels, "label_weights": weights}
-
-
 @dataclasses.dataclass(frozen=True)
 class PlannedBatch:
     """This rank's part of a batch. No pytree, and no dataclass to others: FSDP2 copies and casts these in arguments."""
 
     plan: spanwise.RankPlan
     layout: Layout
-    names: Mapping[str, str]  # the plan's mask for each kind of the model's layers
     documents: Documents  # of the whole batch
     positions: torch.Tensor  # int64 [1, T], of this rank's tokens in their documents
     last: torch.Tensor  # int64 [1], the largest position of all ranks

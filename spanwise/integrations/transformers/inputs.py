@@ -1,4 +1,7 @@
-"""Whole batches in, this rank's part out: planned, cut, labels shifted before the cut."""
+"""Whole batches in, this rank's part out: compared over the ranks, planned, cut, labels shifted before the cut.
+
+Plans are compared anyway, but batches of equal document lengths have equal plans.
+"""
 
 # B rows, S tokens a row, T tokens of this rank
 
@@ -8,20 +11,23 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import spanwise
+from spanwise import _torch
 from spanwise._torch import tree_leaves, tree_map
-from spanwise.integrations.transformers import batches
-from spanwise.integrations.transformers.agreement import Parameters, check_same
+from spanwise.attention import executor
+from spanwise.attention.call_log import Call
+from spanwise.attention.compare import mesh_ranks, record
+from spanwise.integrations.transformers import batches, masks
 from spanwise.integrations.transformers.attention import PREFIX
 from spanwise.integrations.transformers.batches import ARGUMENT, DESCRIPTIONS, Batch, Documents, PlannedBatch
-from spanwise.integrations.transformers.masks import NO_ATTENTION, is_marked, mask_names, plan_documents, span_masks
 from spanwise.integrations.transformers.outputs import GlobalLoss
 from spanwise.planning.documents import packings
 from spanwise.recurrence import recurrence_route
@@ -41,6 +47,24 @@ _REFUSED = {
     "output_attentions": "it makes no attention weights; call the model without cutting, in evaluation mode",
     "logits_to_keep": "the logits of a rank are its shard's; leave it out",
 }
+
+
+class Parameters:
+    """Compares the parameters of a model that train: at its first batch, and after each of two optimizer steps.
+
+    Ranks whose gradients nobody averages print equal losses while their weights drift apart. Parameters that are
+    sharded or replicated over ranks of the cp mesh, as by FSDP2, are left out: their owner averages gradients.
+    """
+
+    _left, _last = 3, 0  # comparisons to come, and the checksum at the last one
+
+    def checksum(self, model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
+        """int64 without dims; 0 if nothing is left to compare."""
+        own = _own(model, mesh) if self._left else []
+        total = _total([_checksum(x) for x in own])
+        # By value: fused optimizers, and those that write to `.data`, leave the versions of tensors as they are.
+        self._left, self._last = (self._left - (int(total) != self._last) if own else 0), int(total)
+        return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,51 +100,37 @@ def prepare(batch: Batch, model: Any, plan: spanwise.Plan | None = None) -> Any:
     """Arguments of this rank's ``model(**arguments)`` for a whole batch.
 
     ``model(**batch)`` does this itself while the model trains. Call it to cut a batch for evaluation, to give a plan
-    that was made elsewhere, for several models whose outputs are combined, or before a model that is compiled as one
+    that was made elsewhere, or before a model that is compiled as one
     graph. A collective call over the cp mesh.
 
     Args:
         batch: a whole batch, the same on all ranks of the cp mesh; as `find_documents` takes it. Tensors ``[B, S, …]``
             are cut. ``labels`` are shifted inside documents and then cut, or follow the edges of the batch's ``tree``;
             ``shift_labels`` are cut as they are. ``label_weights`` ``[1, S]``, beside a tree, weight its labels.
-        model: a model after `context_parallel`; or a list of them, which get one layout, so that their outputs hold
-            the same tokens.
-        plan: of this batch, for the ranks of the cp mesh, with a mask for each kind of the models' layers; default: by
-            `make_plan`.
+        model: a model after `context_parallel`.
+        plan: of this batch, for the ranks of the cp mesh, with a mask for each kind of the model's layers; default: by
+            `make_plan`. Outputs of two models hold the same tokens if both got one plan.
 
     Returns:
-        The arguments, or a list of them; tensors of tokens are ``[1, T, …]``, without padding.
+        The arguments; tensors of tokens are ``[1, T, …]``, without padding.
 
     Raises:
         ValueError: a batch that cannot be cut, or a plan of another batch; on all ranks alike.
     """
-    models = [_inside(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
-    sites, configs = [site_of(one) for one in models], [one.config for one in models]
-    mesh = sites[0].mesh
-    if any(site.mesh != mesh or site.options != sites[0].options for site in sites):
-        raise ValueError("models that share a batch need the same mesh and options in hf.context_parallel")
-    documents = batches.find_documents(batch)
-    masks = [span_masks(config, documents, batch) for config in configs]
+    model = _inside(model)
+    site, config, documents = site_of(model), model.config, batches.find_documents(batch)
+    expected = masks.span_masks(config, documents, batch)
     if plan is None:
-        plan = plan_documents(documents, masks, configs, mesh.size(), **sites[0].options)
-    _check_plan(plan, documents, mesh)
-    names = [mask_names(plan, each, documents) for each in masks]
+        plan = masks.plan_documents(documents, expected, config, site.mesh.size(), **site.options)
+    _check_plan(plan, documents, site.mesh)
+    masks.check_masks(plan, expected, documents)
     device = next(batch[name].device for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
-    local = plan.local(mesh, device)
-    check_same(batch, mesh, [(m, s.parameters) for m, s in zip(models, sites, strict=True) if s.parameters is not None])
-    prepared = [_arguments(batch, *one, documents, plan, local) for one in zip(models, names, strict=True)]
-    return prepared if isinstance(model, (list, tuple)) else prepared[0]
-
-
-def _arguments(
-    batch: Batch, model: Any, names: dict[str, str], documents: Documents, plan: spanwise.Plan, local: spanwise.RankPlan
-) -> dict[str, Any]:
-    """Arguments of one model, for documents and a plan that fit the batch, and its `names` of masks there."""
-    site, config, device = site_of(model), model.config, local.tokens.device
-    _check_options(batch, model, names)
+    local = plan.local(site.mesh, device)
+    check_same(batch, site.mesh, model, site.parameters)
+    _check_options(batch, model)
     positions, given, tree = documents.positions, batch.get("position_ids"), documents.tree
     last = (positions if given is None else documents.flat(given, given.dim() - 2)).max().view(1).to(device)
-    positions, blocks = spanwise.shard(local, x=positions.to(device)), is_marked(batch, config)
+    positions, blocks = spanwise.shard(local, x=positions.to(device)), masks.is_marked(batch, config)
     edges = None if tree is None else spanwise.shard_edges(tree, plan, site.mesh, device=device)
     weights = batch.get("label_weights")
     if weights is not None:
@@ -128,13 +138,13 @@ def _arguments(
             raise ValueError("label_weights go with a tree; for other batches weight the losses of spanwise yourself")
         weights = documents.flat(weights)[:, edges.targets]
     routes = _routes(plan, documents, site, device)
-    planned = PlannedBatch(local, plan.layout, names, documents, positions, last, blocks, edges, weights, *routes)
+    planned = PlannedBatch(local, plan.layout, documents, positions, last, blocks, edges, weights, *routes)
     dropped = {*DESCRIPTIONS, *_LABELS, *_REFUSED} - {"output_attentions"}
     arguments = {name: x for name, x in batch.items() if x is not None and name not in dropped}
     labels = _labels(batch, planned, site, model)
     read = signature_of(type(model)).parameters
     # Models without attention pass the mask on to their decoder, and not the plan; those with router logits do both.
-    requested = NO_ATTENTION in planned.names and "output_router_logits" not in read
+    requested = masks.NO_ATTENTION in expected and "output_router_logits" not in read
     if config.get_text_config() is config:
         arguments = cut(arguments, planned, type(model).__name__)
     else:  # images are merged into whole sequences, and the decoder's inputs cut
@@ -152,10 +162,10 @@ def _arguments(
     return arguments | labels | {"use_cache": False, ARGUMENT: planned}
 
 
-def _check_options(batch: Batch, model: Any, names: Mapping[str, str]) -> None:
+def _check_options(batch: Batch, model: Any) -> None:
     """Raise ValueError for arguments, and attention, that do not go with a cut batch."""
     implementation = model.config.get_text_config()._attn_implementation
-    if NO_ATTENTION not in names and not implementation.startswith(PREFIX):
+    if masks.NO_ATTENTION not in masks.mask_weights(model.config) and not implementation.startswith(PREFIX):
         raise ValueError(f"the attention was set to {implementation!r} after hf.context_parallel; set it before")
     given = {"output_attentions": getattr(model.config, "output_attentions", False)}
     given |= {name: x for name, x in batch.items() if x is not None}
@@ -195,10 +205,8 @@ def cut(given: Mapping[str, Any], planned: PlannedBatch, who: str) -> dict[str, 
             continue
         tensors = [y for y in tree_leaves(x) if isinstance(y, torch.Tensor)]
         if any(y.numel() != 1 and tuple(y.shape[:2]) != shape for y in tensors):
-            raise ValueError(
-                f"{who} gets {name} of shape {[tuple(y.shape) for y in tensors][:4]}, which cannot be cut over its "
-                f"{shape} tokens; merge it into inputs_embeds, leave it out, or train with data parallelism"
-            )
+            shapes = [tuple(y.shape) for y in tensors][:4]
+            raise ValueError(f"{who} gets {name} of shape {shapes}, not of {shape} tokens; merge it into inputs_embeds")
         result[name] = tree_map(lambda y: batches.shard(planned, y) if torch.is_tensor(y) and y.numel() > 1 else y, x)
     positions = given.get("position_ids")
     own = planned.positions if positions is None else batches.shard(planned, positions, positions.dim() - 2)
@@ -232,8 +240,8 @@ def _labels(batch: Batch, planned: PlannedBatch, site: Site, model: Any) -> dict
         return {}
     if site.reduce_loss and not isinstance(model.loss_function, GlobalLoss):
         raise ValueError(
-            f"the loss function of {name} is neither that of causal language models nor that of token classification, "
-            f"or was replaced after hf.context_parallel; leave labels out, or keep it by reduce_loss=False"
+            f"the loss function of {name} is not known, or was replaced after hf.context_parallel; leave labels out, "
+            f"or keep it by reduce_loss=False"
         )
     shape = documents.rows, documents.length
     if tuple(labels.shape) != shape or labels.is_floating_point():
@@ -253,3 +261,62 @@ def _labels(batch: Batch, planned: PlannedBatch, site: Site, model: Any) -> dict
             flat[:, documents.cu_seqlens[1:] - 1] = -100  # a last token predicts none
         own = spanwise.shard(planned.plan, x=flat)
     return dict.fromkeys(("labels", "shift_labels"), batches.marked(own, planned))
+
+
+def check_same(batch: Mapping[str, Any], mesh: DeviceMesh, model: nn.Module, parameters: Parameters | None) -> None:
+    """Compare tensors and numbers of a batch, and parameters of a model, over `mesh`; an all-reduce of 32 bytes.
+
+    Embeddings are not compared: ranks may have computed them, and kernels need not give the same bits twice.
+
+    Raises:
+        ValueError: batches or parameters that differ, on all ranks.
+        spanwise.MismatchError: a rank makes another call, as after a backward that it left out.
+        spanwise.ExchangeError: a rank is gone or too late.
+    """
+    if mesh.size() == 1:
+        return
+    record(Call("a batch"), *mesh_ranks(mesh))
+    compared = [
+        n for n, x in sorted(batch.items()) if isinstance(x, (torch.Tensor, int, float)) and n != "inputs_embeds"
+    ]
+    tensors = [torch.as_tensor(batch[n]) for n in compared]
+    weights = parameters.checksum(model, mesh) if parameters and torch.is_grad_enabled() else torch.tensor(0)
+    device = _torch.comparison_device(mesh.get_group(0))
+    sums = torch.stack([x.to(device) for x in (_total([_checksum(x.detach()) for x in tensors]), weights)])
+    extremes = executor.all_reduce(torch.stack([sums, -sums]), "max", mesh, "checksums")
+    same_batch, same_weights = (extremes[0] == -extremes[1]).tolist()
+    if not same_batch:
+        raise ValueError("the ranks of the cp mesh got different batches of equal lengths; give all of them the same")
+    if not same_weights:
+        raise ValueError(
+            "parameters differ between ranks of the cp mesh; average gradients over it, as FSDP and DDP do; if they "
+            "differ by design, as local experts, pass check_parameters=False to hf.context_parallel"
+        )
+
+
+def _own(model: nn.Module, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The parameters that ranks of `mesh` must have equal."""
+    ranks, found = set(mesh.mesh.flatten().tolist()), []
+    for x in model.parameters():
+        shared = isinstance(x, DTensor) and len(ranks.intersection(x.device_mesh.mesh.flatten().tolist())) > 1
+        if x.requires_grad and not shared:
+            found.append((x.to_local() if isinstance(x, DTensor) else x).detach())
+    return found
+
+
+def _total(sums: Iterable[torch.Tensor]) -> torch.Tensor:
+    """int64 without dims: differs, almost surely, where one of `sums`, or their order, does."""
+    total = torch.zeros((), dtype=torch.int64)
+    for index, x in enumerate(sums):
+        total = total.to(x.device) * 1000003 + (index + 1) * x
+    return total
+
+
+def _checksum(x: torch.Tensor) -> torch.Tensor:
+    """int64 without dims: differs, almost surely, where contents or shapes do."""
+    if x.is_floating_point():  # the bits, summed by row: images are large
+        bits = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        x = bits.flatten(1).sum(1, dtype=torch.int64) if x.dim() > 1 else bits
+    x = x.flatten().long()
+    weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761 + 1
+    return (x * weights).sum() + x.numel()

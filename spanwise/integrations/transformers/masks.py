@@ -9,7 +9,7 @@ and prefixes read each other in both directions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -90,9 +90,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
     known = [*KINDS, INDEXED, *MIXED, *_WITHIN_TOKENS]
     unknown = sorted(set(kinds) - set(known))
     if unknown:
-        raise ValueError(
-            f"{name} has layers of type {unknown}; context parallelism takes those among {known}; use data parallelism"
-        )
+        raise ValueError(f"{name} has layers of type {unknown}, and known are {known}; use data parallelism")
     bidirectional = None if rule is not None else getattr(config, _BIDIRECTIONAL, None)
     if not getattr(config, "is_causal", True) or (bidirectional and bidirectional != _OF_IMAGES):
         raise ValueError(f"{name} says that attention is not causal; set is_decoder=True, or use data parallelism")
@@ -218,7 +216,7 @@ def make_plan(batch: Batch, config: Any, num_ranks: int, **options: Any) -> span
 
     Args:
         batch: as `find_documents` takes it.
-        config: the model's `PreTrainedConfig`; or a list of them, for models that share one layout.
+        config: the model's `PreTrainedConfig`.
         num_ranks: ranks of the cp mesh.
         options: further arguments of `spanwise.make_plan`, such as ``balancer`` and ``exchange``; ``recurrences``, of
             layers that carry a state, and ``kv_row_dim``, of latents, are by default those of the config.
@@ -226,56 +224,33 @@ def make_plan(batch: Batch, config: Any, num_ranks: int, **options: Any) -> span
     Raises:
         ValueError: layers that are not attention over spans, or a batch that `find_documents` refuses.
     """
-    configs = list(config) if isinstance(config, (list, tuple)) else [config]
     documents = find_documents(batch)
-    masks = [span_masks(one, documents, batch) for one in configs]
-    return plan_documents(documents, masks, configs, num_ranks, **options)
+    return plan_documents(documents, span_masks(config, documents, batch), config, num_ranks, **options)
 
 
 def plan_documents(
-    documents: Documents,
-    expected: Sequence[Mapping[str, spanwise.SpanMask]],
-    configs: Sequence[Any],
-    num_ranks: int,
-    **options: Any,
+    documents: Documents, masks: Mapping[str, spanwise.SpanMask], config: Any, num_ranks: int, **options: Any
 ) -> spanwise.Plan:
-    """`make_plan` for documents that were found before, and the `span_masks` of each config."""
-    masks: dict[str, spanwise.SpanMask] = {}
-    weights: Counter[str] = Counter()
-    carried: dict[str, Any] = {}
-    for number, (config, own) in enumerate(zip(configs, expected, strict=True)):
-        layers, other = mask_weights(config), f" of model {number}"
-        for kind, mask in own.items():
-            first = masks.setdefault(kind, mask)
-            name = kind if first is mask or first == mask else kind + other
-            masks[name] = mask
-            weights[name] += layers[kind]
-        states = recurrences(config, sum(kind in MIXED for kind in layer_types(config)))
-        carried |= {name + other if number else name: x for name, x in states.items()}
-    offsets, rows = documents.cu_seqlens if documents.tree is None else None, [row_dim(config) for config in configs]
-    priced = {"recurrences": carried or None, "kv_row_dim": None if None in rows else max(rows)}  # type: ignore[type-var]
-    options = priced | {"cu_seqlens": offsets, **options}
-    return spanwise.make_plan(masks, num_ranks, weights=dict(weights), **options)
+    """`make_plan` for documents and `span_masks` that were found before."""
+    states = recurrences(config, sum(kind in MIXED for kind in layer_types(config)))
+    offsets = documents.cu_seqlens if documents.tree is None else None
+    priced = {"recurrences": states or None, "kv_row_dim": row_dim(config), "cu_seqlens": offsets}
+    return spanwise.make_plan(masks, num_ranks, weights=mask_weights(config), **priced | options)
 
 
-def mask_names(plan: spanwise.Plan, expected: Mapping[str, spanwise.SpanMask], documents: Documents) -> dict[str, str]:
-    """The name in `plan` of each of the `span_masks` of a model.
+def check_masks(plan: spanwise.Plan, expected: Mapping[str, spanwise.SpanMask], documents: Documents) -> None:
+    """``ValueError`` for a plan without one of the `span_masks` of a model, or with one for a config of another window.
 
-    Raises:
-        ValueError: a plan without a mask for one of them, or with one for a config of another window.
+    Other masks are the user's.
     """
-    names = {}
     for kind, mask in expected.items():
         given = plan.masks.get(kind)
         if given is None:
             raise ValueError(f"the model's layers need masks {sorted(expected)}, the plan has {sorted(plan.masks)}")
-        equal = [x for x in plan.masks if x.startswith(kind) and (plan.masks[x] is mask or plan.masks[x] == mask)]
-        names[kind] = [*equal, kind][0]  # or a mask of the user's
-        if equal:
+        if given is mask or given == mask:
             continue
         most = int(np.where(given.end > given.start, np.arange(given.q_len) + 1 - given.start, 0).max())
         limits: dict[str, Any] = {SLIDING: {"window": (most - 1, 0)}, CHUNKED: {"chunk": most}}
         other = kind in limits and given == spanwise.SpanMask.documents(documents.cu_seqlens, **limits[kind])
         if documents.tree is not None or other:
             raise ValueError(f"{kind!r} read up to {most} tokens in the plan, unlike in the config; use hf.make_plan")
-    return names

@@ -32,13 +32,9 @@ from spanwise.recurrence import RecurrenceRoute
 
 
 def causal_conv1d(
-    route: RecurrenceRoute,
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> Tensor:
+    route: RecurrenceRoute, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """``[1, C, T]``: a convolution of each channel ``[C, width]`` over the tokens before in the document."""
     x = hidden_states[0].t().to(weight.dtype)
     out = recurrence.causal_conv(x, weight, bias, route).reshape(x.shape)  # compiled code sees then that T is the same
@@ -58,22 +54,11 @@ def delta_rule(
 
 
 def mamba2_chunk_scan(
-    route: RecurrenceRoute,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    z: None = None,
+    route: RecurrenceRoute, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, z: None = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``[1, T, H, V]`` in float32 of Mamba-2's scan, which is linear attention with one decay a head."""
     assert initial_states is None and not return_final_states and z is None
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -84,19 +69,10 @@ def mamba2_chunk_scan(
 
 
 def mamba_selective_scan(
-    route: RecurrenceRoute,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **kwargs: Any,
-) -> Tensor:
+    route: RecurrenceRoute, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    return_last_state: bool = False, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """``[1, C, T]`` of Mamba's scan: linear attention with a head for each channel and a decay for each of N states."""
     assert not return_last_state
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
@@ -223,10 +199,8 @@ def attach(decoder: nn.Module, config: Any) -> list[PlannedForward]:
         *(f"a convolution, {x}" for x in convolutions if x.startswith("layers.") and not x.startswith(known)),
     ]
     if what:
-        raise ValueError(
-            f"{type(decoder).__name__} has {what[0]}, in a module that is not known to carry a state; use data "
-            f"parallelism"
-        )
+        name = type(decoder).__name__
+        raise ValueError(f"{name} has {what[0]}, in a module that is not known to carry a state; use data parallelism")
     for name, mixer in mixers.items():
         module, kind = mixer.module, type(mixer.module).__name__
         if "forward" in vars(module):

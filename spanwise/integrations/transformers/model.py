@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from spanwise.integrations.transformers import corrections
-from spanwise.integrations.transformers.agreement import Parameters
+import spanwise
+from spanwise.integrations.transformers import batches, inputs
 from spanwise.integrations.transformers.attention import KIND, PREFIX, keep_latents, register
-from spanwise.integrations.transformers.batches import ARGUMENT, UNKNOWN, empty_mask, is_packed, kind_of, planned_of
+from spanwise.integrations.transformers.batches import ARGUMENT, PlannedBatch, planned_of
 from spanwise.integrations.transformers.indexed import defer
-from spanwise.integrations.transformers.inputs import SITE, Site, by_name, cut, prepare, signature_of, site_of
+from spanwise.integrations.transformers.inputs import by_name, prepare, signature_of, site_of
 from spanwise.integrations.transformers.masks import NO_ATTENTION, layer_kinds, mask_weights
 from spanwise.integrations.transformers.mixers import attach, conv_width
 from spanwise.integrations.transformers.outputs import LOSSES, GlobalLoss, mark_outputs, version_of
@@ -35,6 +35,9 @@ _REFUSED = {  # class names of modules
 }
 _LAYER_DROP = ("layerdrop", "decoder_layerdrop")
 _MIXERS = "_spanwise_mixers"  # attribute of a decoder: forwards of its layers that carry a state
+_ROTARY = "_spanwise_rotary"  # attribute of a decoder: its rotary embeddings that depend on the largest position
+_LAST = "_spanwise_last"  # attribute of each of these: the largest position of all ranks, or None
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 def context_parallel(
@@ -77,22 +80,22 @@ def context_parallel(
     if not isinstance(base, PreTrainedModel):
         name = type(model).__name__
         raise ValueError(f"context_parallel takes a model of transformers, got {name}; call it before it is wrapped")
-    if hasattr(base, SITE):
+    if hasattr(base, inputs.SITE):
         raise ValueError(f"{type(base).__name__} is under context parallelism already")
     decoder = _decoder_of(base)
     _check_model(base, decoder)
     _set_attention(base, decoder)
     mixers = attach(decoder, base.config)
     setattr(decoder, _MIXERS, mixers)
-    corrections.follow_length(decoder)
-    parameters = Parameters() if check_parameters else None
-    setattr(base, SITE, Site(mesh, loss_mesh, options, reduce_loss, conv_width(mixers), parameters))
+    _follow_length(decoder)
+    parameters = inputs.Parameters() if check_parameters else None
+    setattr(base, inputs.SITE, inputs.Site(mesh, loss_mesh, options, reduce_loss, conv_width(mixers), parameters))
     if reduce_loss and base.loss_function in LOSSES:
         base.loss_function = GlobalLoss(loss_mesh, base.loss_function)
     base.register_forward_pre_hook(_plan_batch, with_kwargs=True, prepend=True)
     base.register_forward_hook(_leave_model, with_kwargs=True)
     decoder.register_forward_pre_hook(_enter_decoder, with_kwargs=True, prepend=base is not decoder)
-    decoder.register_forward_hook(corrections.gather_router_logits, with_kwargs=True)
+    decoder.register_forward_hook(_gather_router_logits, with_kwargs=True)
     return model
 
 
@@ -120,9 +123,7 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     attends = NO_ATTENTION not in mask_weights(config)
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{name} has an encoder and a decoder; context parallelism takes decoders alone; use data parallelism"
-        )
+        raise ValueError(f"{name} has an encoder; context parallelism takes decoders alone; use data parallelism")
     if any(re.search(_POOLED, cls.__name__) for cls in type(model).__mro__):
         raise ValueError(f"{name} computes its output from certain tokens; take AutoModel and spanwise.unshard")
     random = {n: x for n in _LAYER_DROP if (x := getattr(config.get_text_config(), n, None))}
@@ -139,9 +140,7 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             raise ValueError(f"{module.__name__}.forward takes no further keyword arguments, and so no plan")
     if attends and "position_ids" not in parameters:
-        raise ValueError(
-            f"{module.__name__}.forward takes no position_ids, which tokens of a shard need; use data parallelism"
-        )
+        raise ValueError(f"{module.__name__}.forward takes no position_ids, which shards need; use data parallelism")
 
 
 def _set_attention(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
@@ -189,19 +188,17 @@ def _plan_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return (), _planned_arguments(model, args, kwargs)
     if grads:
         raise ValueError(
-            f"{name} is in evaluation mode, where no batch is cut, and gradients are enabled. Call model.train(), as "
-            f"after from_pretrained; or pass hf.prepare(batch, model); or evaluate whole batches under torch.no_grad()"
+            f"{name} cuts no batch in evaluation mode, and gradients are enabled: call model.train(), or evaluate "
+            f"under torch.no_grad(), or pass hf.prepare(batch, model)"
         )
     return _refuse_packed(model, args, kwargs)
 
 
 def _refuse_packed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ValueError for a whole batch that is packed; models such as Mamba pass no positions on to their decoder."""
-    if not torch.compiler.is_compiling() and is_packed(by_name(module, args) | kwargs):
-        raise ValueError(
-            f"the batch packs several documents into a row, and {type(module).__name__} does not cut it in evaluation "
-            f"mode, so that they might read each other; pass hf.prepare(batch, model)"
-        )
+    if not torch.compiler.is_compiling() and batches.is_packed(by_name(module, args) | kwargs):
+        name = type(module).__name__
+        raise ValueError(f"a row packs several documents, and {name} is in evaluation mode: hf.prepare(batch, model)")
 
 
 @torch.compiler.disable  # a graph break before the model; `prepare` avoids it
@@ -213,15 +210,13 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """The decoder's hook: no masks, and cut inputs where the model's hook left them whole."""
     planned = kwargs.get(ARGUMENT) or planned_of(kwargs.get("attention_mask"))
     compiling = torch.compiler.is_compiling()
-    corrections.set_last_position(decoder, planned)
+    _set_last_position(decoder, planned)
     for mixer in getattr(decoder, _MIXERS):
         mixer.expected = planned is not None
     if planned is None:
         if decoder.training and torch.is_grad_enabled() and not _is_cached(kwargs):
-            raise ValueError(
-                f"{type(decoder).__name__} trains on a whole batch, because it was called without the model around it; "
-                f"call the model, or pass hf.prepare(batch, model)"
-            )
+            name = type(decoder).__name__
+            raise ValueError(f"{name} was called without the model around it; call that, or hf.prepare(batch, model)")
         return None if _is_cached(kwargs) else _refuse_packed(decoder, args, kwargs)
     if not compiling:
         planned.reached.append(True)
@@ -229,9 +224,9 @@ def _enter_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     tokens = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     mask, device = kwargs.get("attention_mask"), planned.positions.device
     if tokens.shape[:2] != planned.positions.shape:
-        kwargs = cut(kwargs, planned, "the decoder")
-    if not isinstance(mask, dict) and kind_of(mask) is None:  # not made before
-        mask = empty_mask(device, kind=UNKNOWN) if compiling else empty_mask(device, planned)
+        kwargs = inputs.cut(kwargs, planned, "the decoder")
+    if not isinstance(mask, dict) and batches.kind_of(mask) is None:  # not made before
+        mask = batches.empty_mask(device, kind=batches.UNKNOWN) if compiling else batches.empty_mask(device, planned)
     return (), kwargs | {"attention_mask": mask, ARGUMENT: planned}
 
 
@@ -254,3 +249,53 @@ def _leave_model(model: nn.Module, args: Any, kwargs: dict[str, Any], output: An
     experts = getattr(model.config, "output_router_logits", False) if experts is None else experts
     if (loss is not known or version_of(loss) != version) and not experts:
         raise ValueError(f"{name} adds a term to its loss, of one rank; without labels, add it after spanwise.unshard")
+
+
+def _follow_length(decoder: nn.Module) -> None:
+    """Let rotary embeddings of `decoder` whose frequencies depend on the largest position see that of all ranks."""
+    types = {module: getattr(module, "rope_type", None) for module in decoder.modules()}
+    found = [m for m, x in types.items() if _LENGTH_DEPENDENT & set(x.values() if isinstance(x, dict) else [x])]
+    for module in found:
+        module.register_forward_pre_hook(_append_last, with_kwargs=True)
+        module.register_forward_hook(_drop_last)
+    setattr(decoder, _ROTARY, found)
+    _set_last_position(decoder, None)
+
+
+def _set_last_position(decoder: nn.Module, planned: PlannedBatch | None) -> None:
+    """Before each forward of the decoder; None for a batch without a plan."""
+    for rotary in getattr(decoder, _ROTARY):
+        setattr(rotary, _LAST, None if planned is None else planned.last)
+
+
+def _append_last(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One more token, which `_drop_last` drops again."""
+    last = getattr(rotary, _LAST)
+    if last is None:
+        return None
+    named = "position_ids" in kwargs
+    positions = kwargs["position_ids"] if named else args[1]
+    longer = torch.cat([positions, last.to(positions).expand(*positions.shape[:-1], 1)], dim=-1)
+    return (args, kwargs | {"position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
+
+
+def _drop_last(rotary: nn.Module, args: Any, output: Any) -> Any:
+    if getattr(rotary, _LAST) is None:
+        return None
+    return tuple(x[..., :-1, :] for x in output) if isinstance(output, tuple) else output[..., :-1, :]
+
+
+def _gather_router_logits(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """A forward hook of the decoder: router logits ``[N, experts]`` of all ranks in place of this rank's.
+
+    The auxiliary loss of experts is a product of two means over all tokens, not a sum over tokens.
+    """
+    planned, logits = kwargs.get(ARGUMENT), getattr(output, "router_logits", None)
+    if planned is None or logits is None:
+        return None
+    if planned.documents.tree is not None:
+        raise ValueError("auxiliary losses of experts would count shared prefixes once; set output_router_logits=False")
+    output.router_logits = tuple(
+        x if x is None else spanwise.unshard(planned.plan, x=x.flatten(0, -2)[None])[0] for x in logits
+    )
+    return output

@@ -55,10 +55,7 @@ class LocalTokens(torch.Tensor):
                 return func(*args, **(kwargs or {}))
             own = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls) and hasattr(x, "token_layout")]
             if any(x.token_layout != own[0].token_layout for x in own[1:]):
-                raise ValueError(
-                    "outputs of models that cut a batch differently hold other tokens on each rank; cut it for both by "
-                    "hf.prepare(batch, [student, teacher])"
-                )
+                raise ValueError("the outputs hold other tokens on each rank: give hf.prepare one plan for both")
             if func is torch.Tensor.__getitem__ and isinstance(args[0], cls) and args[0].shape[0] == 1:
                 _check_index(args[1], args[0].dim())
             result = func(*args, **(kwargs or {}))

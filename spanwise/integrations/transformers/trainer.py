@@ -27,7 +27,6 @@ from spanwise.integrations.transformers.model import context_parallel
 from spanwise.integrations.transformers.whole import Step, restore_outputs
 
 _OF_TRL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
-_REWARD = "load the model by AutoModel, restore its hidden states by spanwise.unshard, and compute rewards from them"
 _GENERATION = "leave it False: each cp group generates with the model, or by a rollout_func that asks a server of yours"
 _ARGUMENTS = {  # refused where they are set, and what to do
     "parallelism_config": "leave it out: accelerate's context parallelism drops masks; hf.trainer has its own mesh",
@@ -159,8 +158,8 @@ class _Rollouts(_ContextParallel):
         samples, rest = divmod(self.args.generation_batch_size, size)  # trl multiplied by the number of all ranks
         if rest or samples % generations:
             raise ValueError(
-                f"generation_batch_size={self.args.generation_batch_size} leaves {samples} completions for all cp "
-                f"groups, not a multiple of num_generations={generations}; raise per_device_train_batch_size"
+                f"{samples} completions for all cp groups are no multiple of num_generations={generations}; raise "
+                f"per_device_train_batch_size"
             )
         self.args.generation_batch_size = samples
 
@@ -231,9 +230,7 @@ def group_processes(accelerator: Accelerator, mesh: DeviceMesh) -> None:
     if "cp" not in names or any(name != "cp" and not name.startswith("dp") for name in names):
         raise ValueError(f"hf.trainer takes a mesh of 'cp' and data-parallel axes such as 'dp_shard', got axes {names}")
     if sorted(ranks) != list(range(processes)):
-        raise ValueError(
-            f"the mesh has the ranks {ranks}, and accelerate runs {processes} processes: all must be in it"
-        )
+        raise ValueError(f"the mesh has the ranks {ranks}, and must have all of accelerate's {processes} processes")
     accelerator.__class__ = CpAccelerator
     accelerator.cp_groups = mesh.mesh.movedim(names.index("cp"), -1).reshape(-1, mesh["cp"].size()).cpu()
 
@@ -248,8 +245,7 @@ def _check_base(base: type[Any]) -> None:
     # trl derives trainers with other losses and models from these.
     if of_trl and (of_trl[0].__name__ not in _OF_TRL or of_trl[0].__module__.startswith("trl.experimental.")):
         name, module = of_trl[0].__name__, of_trl[0].__module__
-        remedy = _REWARD if name == "RewardTrainer" else "call hf.context_parallel and write the loop"
-        raise ValueError(f"hf.trainer takes {', '.join(_OF_TRL)} and your subclasses, got {name} of {module}; {remedy}")
+        raise ValueError(f"hf.trainer takes {', '.join(_OF_TRL)} and your subclasses, got {name} of {module}")
 
 
 def _check_settings(trainer: Any, accelerator: Any = None) -> None:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import spanwise
 from spanwise.integrations import transformers as hf
-from spanwise.integrations.transformers.agreement import check_same
 from spanwise.integrations.transformers.batches import find_documents
+from spanwise.integrations.transformers.inputs import check_same
 from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
 
@@ -137,7 +137,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
 
 def test_another_batch_on_one_rank() -> None:
     def checked(rank: int, mesh: DeviceMesh, other: dict[str, Any]) -> None:
-        check_same(GIVEN | (other if rank == mesh.size() - 1 else {}), mesh, [])
+        check_same(GIVEN | (other if rank == mesh.size() - 1 else {}), mesh, torch.nn.Module(), None)
 
     for other in OTHERS:
         with pytest.raises(ValueError, match="got different batches of equal lengths"):

@@ -147,7 +147,7 @@ def test_completions_that_share_a_prompt(name: str, ranks: int) -> None:
     sequences = _rollouts((9, 20, 1), 17)
     sequences.append(sequences[0])
     labels = [s.index_fill(0, torch.arange(17), -100) for s in sequences]
-    model, tree = tiny.model_of(name), hf.share_prefixes(in_form("left", sequences, labels))
+    model, tree = tiny.model_of(name), tiny.as_tree(sequences, labels)
     assert tree["input_ids"].shape[1] < sum(len(s) for s in sequences) / 2
     tiny.check(tiny.train(model, tree, ranks), tiny.reference(model, sequences, labels=labels))
 

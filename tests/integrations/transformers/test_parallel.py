@@ -112,7 +112,7 @@ def _in_bfloat16(rank: int, mesh: Any, batch: dict[str, Any]) -> Any:
 def test_fsdp_in_bfloat16(gloo_pool: GlooPool) -> None:
     """Parameters and activations are cast, and the plan and the weights of labels of a tree are not."""
     want = tiny.reference(tiny.model_of("llama"), DOCUMENTS)
-    for result, plans in gloo_pool.run(2, _in_bfloat16, hf.share_prefixes(tiny.packed(DOCUMENTS))):
+    for result, plans in gloo_pool.run(2, _in_bfloat16, tiny.as_tree(DOCUMENTS, DOCUMENTS)):
         loss, gradient, name = tiny.errors(result, want)
         assert loss <= 2e-3 and gradient <= 5e-2, (loss, gradient, name)
         assert plans == 1

@@ -41,7 +41,6 @@ def test_models_are_verified(name: str, form: str) -> None:
         batch = batch | {BLOCKS[name][0]: torch.cat([torch.arange(len(d)) < 5 for d in DOCUMENTS])[None].long()}
     for report in tiny.train(block_model(name) if form == "blocks" else name, batch, act=_verify):
         assert report.ok and max(report.errors.values()) < 1e-5, str(report)
-        assert report.probed == (22, 23)
 
 
 def _sharded(rank: int, mesh: Any) -> Any:
@@ -61,8 +60,6 @@ def test_another_mask_and_wrong_positions_are_found() -> None:
     plan = spanwise.make_plan({"full_attention": spanwise.SpanMask.causal(71)}, 2, cu_seqlens=[0, 23, 64, 71])
     for report in tiny.train("llama", BATCH, act=lambda model, batch: _verify(model, batch, plan)):
         assert not report.ok and report.errors["logits"] > 0.01 and report.errors["parameters"] > 0.01
-        assert {row for row, token in report.leaks if token == 22} == set(range(23, 71))
-        assert not [pair for pair in report.leaks if pair[0] < 23]
 
     def from_zero(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         positions = kwargs["position_ids"]

@@ -247,7 +247,7 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (called(TREE, "qwen3_next"), "cannot follow the branches of a tree"),
     (called(TREE, "minimax"), "cannot follow the branches of a tree"),
     (called(TREE, "mixtral, auxiliary loss"), "shared prefixes once"),
-    (called(hf.share_prefixes(BATCH), "deepseek_v32"), "tree"),
+    (called(TREE, "deepseek_v32"), "tree"),
     # losses
     (called(before=given(loss_function=print)), "loss function"),
     (called(after=lambda m: delattr(m, "_loss_function")), "replaced after"),

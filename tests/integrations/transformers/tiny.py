@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import spanwise
 from spanwise.integrations import transformers as hf
 from tests.ranks.harness import run_ranks
 
@@ -255,6 +256,19 @@ def packed(documents: Documents, by: str = "position_ids") -> dict[str, torch.Te
         return batch | {"position_ids": torch.cat([torch.arange(len(d)) for d in documents])[None]}
     offsets = torch.tensor([0, *(len(d) for d in documents)]).cumsum(0).to(torch.int32)
     return batch | {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
+
+
+def as_tree(sequences: Documents, labels: Documents) -> dict[str, Any]:
+    """Sequences whose common prefixes are stored once, and how often each token is a label."""
+    found = spanwise.tree_from_sequences(sequences)
+    ids, valid = torch.from_numpy(found.ids)[None], [(x != -100).index_fill(0, torch.tensor(0), 0) for x in labels]
+    weights = torch.from_numpy(found.weights(valid))[None].float()
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(weights == 0, -100),
+        "label_weights": weights,
+        "tree": found.tree,
+    }
 
 
 FORMS = ("position_ids", "cu_seq_lens_q", "left", "right", "seq_idx", "seq_idx alone")
