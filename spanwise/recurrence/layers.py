@@ -21,6 +21,7 @@ from spanwise.attention.compare import Compared, compare_backward, compare_call,
 from spanwise.attention.executor import Link, bring
 from spanwise.masks.checks import check_finite
 from spanwise.recurrence import _ops
+from spanwise.recurrence.chunkwise import Inputs
 from spanwise.recurrence.route import ChunkTable, RecurrenceRoute, check_route, from_rows, to_rows
 
 Tensor = torch.Tensor
@@ -121,29 +122,21 @@ def _layer(
     check_route(route, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta})
     _check(q, k, v, log_decay, beta, route, scale)
     flat, heads = v.dim() == 3, v.shape[-2]
-    q_RBHK, k_RBHK, v_RBHV = (to_rows(n, x, route, 2) for n, x in (("q", q), ("k", k), ("v", v)))
-    batch = v_RBHV.shape[1]
-    if log_decay.dim() == 1:
-        decay_RBHd = log_decay.view(1, 1, heads, 1).expand(*v_RBHV.shape[:3], 1)
-    elif log_decay.dim() == v.dim():
-        decay_RBHd = to_rows("log_decay", log_decay, route, 2)
-    else:
-        decay_RBHd = to_rows("log_decay", log_decay, route, 1).unsqueeze(-1)
-    beta_RBH = None if beta is None else to_rows("beta", beta, route, 1)
-    # Batch rows that share a layout are more heads.
-    q_RHK, k_RHK, v_RHV, decay_RHd = (x.flatten(1, 2) for x in (q_RBHK, k_RBHK, v_RBHV, decay_RBHd))
-    beta_RH = None if beta_RBH is None else beta_RBH.flatten(1, 2)
+    log_decay = log_decay.expand(v.shape[:-1]) if log_decay.dim() == 1 else log_decay
+    named = {"q": q, "k": k, "v": v, "log_decay": log_decay if log_decay.dim() == v.dim() else log_decay.unsqueeze(-1)}
+    rows = [to_rows(name, x, route, 2) for name, x in named.items()]
+    rows += [] if beta is None else [to_rows("beta", beta, route, 1)]
+    batch, given = rows[0].shape[1], [x.flatten(1, 2) for x in rows]  # batch rows that share a layout are more heads
     call = None
     if route.apart:
         assert route.mesh is not None
-        given = [x for x in (q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH) if x is not None]
         facts = {"dtypes": tuple([x.dtype for x in given]), "options": plain(scale)}
         sizes = "shapes of a token", [size for x in given for size in x.shape[1:]]
         call = compare_call(name, facts, route.mesh, given, sizes=sizes, plan=route.digest)
     factor, dtype = q.shape[-1] ** -0.5 if scale is None else scale, torch.promote_types(v.dtype, torch.float32)
-    q_RHK, k_RHK, v_RHV, decay_RHd = (x.to(dtype) for x in (q_RHK, k_RHK, v_RHV, decay_RHd))
-    beta_RH = None if beta_RH is None else beta_RH.to(dtype)
-    out_RHV = _passed(q_RHK, k_RHK, v_RHV, decay_RHd, beta_RH, route, float(factor), f"states ({name})", eager(call))
+    q_RHK, k_RHK, v_RHV, decay_RHd, *beta_RH = (x.to(dtype) for x in given)
+    inputs = Inputs(q_RHK, k_RHK, v_RHV, decay_RHd, *beta_RH)
+    out_RHV = _passed(inputs, route, float(factor), f"states ({name})", eager(call))
     (out_RHV,) = compare_backward((out_RHV,), call, travels=True)
     return from_rows(out_RHV.to(v.dtype).unflatten(1, (batch, heads)), route, flat)
 
@@ -179,31 +172,22 @@ def _check(
         check_finite(scale, "scale", like=f"; None is 1 / sqrt({keys})")
 
 
-def _passed(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, route: RecurrenceRoute, scale: float,
-    label: str, call: Compared | None,
-) -> Tensor:  # fmt: skip
-    """Outputs ``[R, H, V]`` of a gated recurrence.
-
-    Args:
-        q, k: ``[R, h, K]``; v ``[R, H, V]``; log_decay ``[R, H, d]``; beta ``[R, H]`` or None; float32 at least.
-        label: names the transfer in errors.
-        call: the layer, if it is compared.
-    """
-    state, dense = (log_decay.shape[1], k.shape[2], v.shape[2]), beta is not None
+def _passed(of: Inputs, route: RecurrenceRoute, scale: float, label: str, call: Compared | None) -> Tensor:
+    """Outputs ``[R, H, V]`` of a gated recurrence, float32 at least; `label` names the transfer in errors."""
+    state, dense = (of.heads, of.k.shape[2], of.v.shape[2]), of.beta is not None
 
     def run(table: ChunkTable, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        before = v.new_zeros(table.order.shape[0], *state) if before is None else before
-        return _ops.run(q, k, v, log_decay, beta, before, table.tokens, table.order, table.counts, scale)
+        before = of.v.new_zeros(table.order.shape[0], *state) if before is None else before
+        return _ops.run(*of, before, table.tokens, table.order, table.counts, scale)
 
     if not route.apart:
         return run(route.whole)[0]
     assert route.mesh is not None
     out, opened = run(route.first)
-    factors = state[0] * state[1] ** 2 if dense else log_decay.shape[1:].numel()
+    factors = state[0] * state[1] ** 2 if dense else of.log_decay.shape[1:].numel()
     own = F.pad(opened.flatten(1), (factors, 0))  # of the first map of a document A is not read
     if not _is_empty(route.middle):
-        own = own + _maps(q, k, v, log_decay, beta, route)
+        own = own + _maps(of, route)
     link = Link(_torch.group_name(route.mesh.get_group()), route.mesh.size(), label, call)
     arriving = bring(own, [route.step], link)
     if not _is_empty(route.whole):
@@ -218,18 +202,17 @@ def _is_empty(table: ChunkTable) -> bool:
     return not torch.compiler.is_compiling() and table.tokens.shape[0] == 0
 
 
-def _maps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, route: RecurrenceRoute) -> Tensor:
+def _maps(of: Inputs, route: RecurrenceRoute) -> Tensor:
     """Maps ``[P, F]`` of runs in the middle of documents; B of others is 0."""
-    table, number, heads = route.middle, route.first.order.shape[0], v.shape[1]
-    keys, values = k.shape[2], v.shape[2]
-    cut, before = (table.tokens, table.order, table.counts, 1.0), v.new_zeros(number, heads, keys, values)
-    if beta is None:
-        b = _ops.run(q, k, v, log_decay, None, before, *cut)[1]
-        decay = log_decay.double()  # a run has 100,000s of tokens, and float32 would lose 5 digits of their sum
+    table, number, v = route.middle, route.first.order.shape[0], of.v
+    keys, values = of.k.shape[2], v.shape[2]
+    cut, before = (table.tokens, table.order, table.counts, 1.0), v.new_zeros(number, of.heads, keys, values)
+    if of.beta is None:
+        b = _ops.run(*of, before, *cut)[1]
+        decay = of.log_decay.double()  # a run has 100,000s of tokens, and float32 would lose 5 digits of their sum
         sums = decay.new_zeros(number + 1, *decay.shape[1:]).index_add(0, route.through, decay)
         return torch.cat([sums[:-1].exp().to(b.dtype).flatten(1), b.flatten(1)], dim=1)
     # The columns of A are states that begin as the identity and get no values.
     columns = torch.eye(keys, dtype=v.dtype, device=v.device).expand(*before.shape[:2], -1, -1)
-    wide, both = F.pad(v, (0, keys)), torch.cat([before, columns], dim=-1)
-    after = _ops.run(q, k, wide, log_decay, beta, both, *cut)[1]
+    after = _ops.run(*of._replace(v=F.pad(v, (0, keys))), torch.cat([before, columns], dim=-1), *cut)[1]
     return torch.cat([after[..., values:].flatten(1), after[..., :values].flatten(1)], dim=1)

@@ -158,8 +158,8 @@ class _Rollouts(_ContextParallel):
         samples, rest = divmod(self.args.generation_batch_size, size)  # trl multiplied by the number of all ranks
         if rest or samples % generations:
             raise ValueError(
-                f"{samples} completions for all cp groups are no multiple of num_generations={generations}; raise "
-                f"per_device_train_batch_size"
+                f"generation_batch_size is {samples} for all cp groups, no multiple of num_generations={generations}; "
+                f"raise per_device_train_batch_size"
             )
         self.args.generation_batch_size = samples
 
