@@ -130,7 +130,7 @@ class Step(NamedTuple):
 def _append(folder: Path, row: Row, number: int | None = None) -> None:
     """Write a row; `number`: that of the cell which ends with it."""
     with Path(folder, "rows").open("a", encoding="utf-8") as out:
-        out.write(json.dumps([row, number]) + "\n")
+        out.write("\n" + json.dumps([row, number]))  # a line of its own, whatever a killed process left
 
 
 def read(folder: Path) -> tuple[list[Row], int]:

@@ -5,6 +5,7 @@ Training steps are those of `spanwise.advice`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable
@@ -143,11 +144,9 @@ def memory(rows: list[Row]) -> list[float]:
     for row in rows:
         words = f"{row.setting.get('checkpointing', '')} {row.setting.get('hardware', '')}"
         sizes = [value * 2.0**30 for name, value in row.measured.items() if name == "memory_gib" and value]
-        try:
-            run = run_of(row.setting, machine_of(words))
-        except NOT_EXPRESSED:
-            continue
-        found += [size / run.memory for size in sizes if "offload" not in words]
+        with contextlib.suppress(*NOT_EXPRESSED):
+            predicted = run_of(row.setting, machine_of(words)).memory
+            found += [size / predicted for size in sizes if "offload" not in words]
     return found
 
 

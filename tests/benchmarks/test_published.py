@@ -27,6 +27,7 @@ def test_one_number_is_fitted_on_the_smallest_row_and_never_on_packed_masks(tmp_
         row(4, {"ms": 1.0}, cp=1, method="flash", **(whole | {"mask": "packed causal documents"})),
         row(5, {"ms": 1.0}, cp=4, method="telepathy", **whole),
         row(6, {"ms": 1.0}, cp=4, group="offload"),
+        row(7, {"memory_gib": 70.0}, "e2e-train", model="70B", gpus=2, tp=4, seq_len=8192),  # fewer than tp
     ]
     file.write_text(json.dumps({"about": "", "rows": data}))
     published.main([str(file), "--json", str(tmp_path / "out.json")])
@@ -34,7 +35,7 @@ def test_one_number_is_fitted_on_the_smallest_row_and_never_on_packed_masks(tmp_
     of = {one["id"]: one for one in result["rows"]}
     assert result["sources"]["s"]["fitted_row"] == 3 and of[3]["ratio"] == pytest.approx(1, abs=1e-3)
     assert [number for number, one in of.items() if one.get("fitted")] == [3]
-    assert "unknown" in of[5]["reason"] and "not given" in of[6]["reason"]
+    assert "unknown" in of[5]["reason"] and "not given" in of[6]["reason"] and of[7]["reason"]
     assert (result["all"]["expressed"], result["all"]["errors"], result["all"]["tau"]) == (4, 3, 1.0)
 
 
