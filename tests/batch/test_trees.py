@@ -163,9 +163,9 @@ APART = plan_of(SpanMask.stack([TREE.mask(), NEAR]), 2, balancer="lpt")
 EDGES = spanwise.shard_edges(TREE, PLAN)
 WRONG: list[tuple[str, Callable[[], Any]]] = [
     ("labels of a tree", lambda: spanwise.shard_batch({"labels": IDS}, PLAN, tree=TREE)),
-    ("tokens 4 and 5 .*tree=", lambda: spanwise.shard_batch({"input_ids": IDS}, PLAN)),
+    ("token 5 .*tree=", lambda: spanwise.shard_batch({"input_ids": IDS}, PLAN)),
     ("tree or cu_seqlens", lambda: spanwise.shard_batch({"input_ids": IDS}, PLAN, cu_seqlens=[0, 7], tree=TREE)),
-    ("tokens 4 and 5 ", lambda: spanwise.roll(IDS, -1, PLAN)),
+    ("token 5 ", lambda: spanwise.roll(IDS, -1, PLAN)),
     ("3 tokens, the plan 7", lambda: spanwise.shard_edges(SHORT, PLAN)),
     ("3 tokens", lambda: spanwise.shard_batch({"x": IDS}, PLAN.local(None), tree=SHORT)),
     (r"'default' .* token 5 \(batch row 0\)", lambda: spanwise.shard_edges(TREE, plan_of(SpanMask.causal(7)))),

@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import shlex
-import xml.etree.ElementTree as ET
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from spanwise.cli import overlap as overlap_command
 from spanwise.cli.options import OverlapOptions
 from spanwise.cli.overlap import parse_groups
 from spanwise.cli.report.overlap_page import list_ranks
-from spanwise.cli.report.pictures import LEFT, RIGHT, WIDTH, Bar, lanes, merged
+from spanwise.cli.report.pictures import Bar, lanes, merged
 from spanwise.hardware import H100
 from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
@@ -40,9 +39,6 @@ SMALL = [
     "overlap", "--layers", "1", "--dim", "256", "--heads", "8", "--kv-heads", "4", "--ffn", "512", "--vocab", "512",
     "--seq-len", "512", "--dp", "2", "--tp", "2",
 ]  # fmt: skip
-PLOT = WIDTH - LEFT - RIGHT
-SVG = "{http://www.w3.org/2000/svg}"
-
 
 #: Orders beside, with --torch.
 BESIDE = ["PyTorch, reorder", "PyTorch, buckets", "spanwise, reorder"]
@@ -88,6 +84,11 @@ def test_figures_are_those_of_optimize(written: tuple[Path, str], figures: dict[
     events = json.loads((written[0] / "o.trace").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == [f"{graph}, {one['name']}" for graph, of in figures["graphs"].items() for one in orders(of)]
+    page = (written[0] / "o.html").read_text()
+    assert "default-src 'none'" in page and not re.search(r"<script|(src|href)=", page)
+    for of in figures["graphs"].values():
+        assert f">{units.milliseconds(of['after']['exposed'])}</td>" in page
+    assert page.count("<svg") == len(names)
 
 
 @pytest.mark.compiles
@@ -107,29 +108,6 @@ def test_pytorch_s_pass_beside(figures: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------- the page
-
-
-def test_the_page_has_all_timelines_to_scale(written: tuple[Path, str], figures: dict[str, Any]) -> None:
-    page = (written[0] / "o.html").read_text()
-    assert "default-src 'none'" in page and not re.search(r"<script|(src|href)=", page)
-    found = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.S)]
-    for of in figures["graphs"].values():
-        drawn, ends = [found.pop(0) for _ in orders(of)], []
-        for svg, order in zip(drawn, orders(of), strict=True):
-            labels = [text.text for text in svg.iter(f"{SVG}text") if text.get("class") == "small"]
-            assert labels == ["compute", "dp", "tp"]
-            bars = [rect for rect in svg.iter(f"{SVG}rect")]
-            ends.append(max(float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars) - LEFT)
-            waited = sum(
-                float(bar.get("width", 0)) for bar in bars if "waited" in bar.get("class", "") and bar.get("y") == "5"
-            )
-            shown = PLOT * order["exposed"] / of["before"]["makespan"]
-            assert waited == pytest.approx(shown, rel=0.05)
-        assert ends[0] == pytest.approx(PLOT, abs=1)
-        for end, order in zip(ends, orders(of), strict=True):
-            assert end / ends[0] == pytest.approx(order["makespan"] / of["before"]["makespan"], rel=5e-3)
-        assert f">{units.milliseconds(of['after']['exposed'])}</td>" in page
-    assert found == []
 
 
 def test_lanes_of_a_timeline() -> None:
@@ -277,16 +255,6 @@ def test_budget_and_buckets(written: tuple[Path, str], tmp_path: Path, figures: 
     assert found["after"]["peak_bytes"] <= found["budget_bytes"] == peak
     assert found["after"]["launches"] == found["before"]["launches"]
     assert all(one["members"] == 1 for one in found["collectives"])
-
-
-def test_other_ranks_for_a_group(written: tuple[Path, str], tmp_path: Path, figures: dict[str, Any]) -> None:
-    """As many, elsewhere: on another node gathers take longer."""
-    given = ["--trust", "--load", written[0] / "o.save", "--graph", "forward", "--group", "1=0,8"]
-    result = run("overlap", *given, "--json", tmp_path / "o.json")
-    assert result.status == 0, result.said
-    found = json.loads((tmp_path / "o.json").read_text())
-    assert found["groups"]["dp"] == [0, 8]
-    assert found["graphs"]["forward"]["before"]["makespan"] > 1.2 * figures["graphs"]["forward"]["before"]["makespan"]
 
 
 def test_groups_by_ranks() -> None:

@@ -102,20 +102,6 @@ def test_masks_without_documents_receive_no_more_than_by_rule():
         assert plan.imbalance() <= 1.02 and plan.recv_tokens().mean() <= head_tail.recv_tokens().mean() + 1
 
 
-@pytest.mark.parametrize("host_size", [None, 8])
-@pytest.mark.parametrize("median, sigma", [(2_000, 1.6), (16_000, 1.2)])
-def test_lognormal_documents_are_balanced_also_where_first_tokens_have_most_work(median, sigma, host_size):
-    num_ranks = 96
-    offsets = np.asarray(scaled(2**15 * num_ranks, 2**15 * num_ranks // median, median, sigma))
-    layout = Local(host_size=host_size).assign(LayoutProblem({"default": SpanMask.documents(offsets)}), num_ranks)
-    falling = np.concatenate([np.arange(length, 0.0, -1) for length in np.diff(offsets)])
-    rising = np.concatenate([np.arange(1.0, length + 1) for length in np.diff(offsets)])
-    assert np.ptp(layout.tokens_per_rank) == 0
-    assert busiest(layout.pieces(), np.append(0.0, np.cumsum(rising)), num_ranks) <= 1.03
-    before = np.append(0.0, np.cumsum(falling))
-    assert busiest(on_ranks(offsets, before, num_ranks, host_size or 1)[0], before, num_ranks) <= 1.03
-
-
 @pytest.mark.parametrize("num_ranks, host_size", [(16, 8), (96, None)])
 def test_no_rank_sends_a_long_document_alone(num_ranks, host_size):
     """Ascending parts, each as long as work allows, make the first rank send its tokens to all others."""
@@ -123,15 +109,6 @@ def test_no_rank_sends_a_long_document_alone(num_ranks, host_size):
     plan = make_plan(mask, num_ranks, balancer=Local(host_size=host_size), exchange="needed", stages=1)
     sent = plan.traffic().sum(axis=0)
     assert np.ptp(plan.layout.tokens_per_rank) <= 1 and plan.imbalance() <= 1.03 and sent.max() <= 3 * sent.mean()
-
-
-def test_the_ranks_of_a_host_share_what_a_document_over_several_hosts_has_there():
-    documents = np.array([0, 4000, *range(4400, 8001, 400)])
-    before = np.append(0.0, np.cumsum(SpanMask.documents(documents).area()[0]))
-    pieces = on_ranks(documents, before, 32, 8)[0]
-    parts = pieces[pieces[:, 2] <= 4000]
-    held = np.bincount(parts[:, 0], parts[:, 2] - parts[:, 1], 32).reshape(4, 8)
-    assert (held.sum(axis=1) > 0).sum() > 2 and (held.max(axis=1) - held.min(axis=1) <= 16).all()
 
 
 @pytest.mark.parametrize(

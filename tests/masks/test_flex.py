@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask, or_masks
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask
 
 from spanwise.masks import flex as flex_masks
 from spanwise.masks.span_mask import SpanMask
@@ -126,19 +125,6 @@ def test_evaluation_stays_inside_partial_blocks_and_bounded(monkeypatch):
     assert max(seen) <= 2000
 
 
-def test_ordinary_mask_mods():
-    """Plain Python functions as users write them: captured tensors, or_masks, torch's noop_mask."""
-    sizes = [3, 2, 5, 3]
-    documents = SpanMask.documents(np.concatenate([[0], np.cumsum(sizes)]), causal=False)
-    assert SpanMask.from_mask_mod(same_document, 13, 13) == documents
-    prefix = torch.tensor([4, 9])
-    either = or_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx < prefix[b])
-    expected = SpanMask.stack([SpanMask.prefix_lm([0, 13], [4]), SpanMask.prefix_lm([0, 13], [9])])
-    assert SpanMask.from_mask_mod(either, 13, 13, batch_size=2) == expected
-    assert SpanMask.from_block_mask(create_block_mask(either, 2, 4, 13, 13, "cpu", 4)) == expected
-    assert SpanMask.from_mask_mod(noop_mask, 5, 7) == SpanMask.full(5, 7)
-
-
 def test_only_listed_blocks_count():
     """A BlockMask that lists fewer blocks than its mask_mod would allow is what its lists say."""
     one, first = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 1, dtype=torch.int32)
@@ -176,17 +162,6 @@ def test_block_lists_that_make_no_mask_are_refused(count, index, lengths, messag
     options = dict(BLOCK_SIZE=4, mask_mod=noop_mask, compute_q_blocks=False, seq_lengths=lengths)
     with pytest.raises(ValueError, match=message):
         SpanMask.from_block_mask(BlockMask.from_kv_blocks(*tables, **options))
-
-
-def test_a_block_that_is_partial_and_full_is_refused():
-    one, index = torch.ones(1, 1, 1, dtype=torch.int32), torch.tensor([[[[1, 1]]]], dtype=torch.int32)
-    both = BlockMask.from_kv_blocks(
-        one, index, one, index, BLOCK_SIZE=4, mask_mod=noop_mask, compute_q_blocks=False, seq_lengths=(4, 8)
-    )
-    with pytest.raises(ValueError, match="more than once"):
-        SpanMask.from_block_mask(both)
-    with pytest.raises(ValueError, match="got SpanMask"):
-        SpanMask.from_block_mask(SpanMask.causal(4))
 
 
 def test_a_sliced_block_mask_is_refused():

@@ -125,17 +125,14 @@ def test_every_damaged_byte_is_noticed_or_does_not_matter(tmp_path) -> None:
         Plan.load(tmp_path / "missing.npz")
 
 
-@pytest.mark.parametrize("change", [{"fingerprint": None}, {"dtype": "x"}, {"num_ranks": 2}, {"format": 5}])
-def test_an_altered_header_is_refused(tmp_path, change: dict) -> None:
+def test_an_altered_file_is_refused(tmp_path) -> None:
     path = tmp_path / "plan.npz"
     make_plan(DOCUMENTS, 3, **SHAPE).save(path)
     with np.load(path) as data:
         arrays = dict(data)
-    header = json.loads(str(arrays["header"])) | change
-    if header["fingerprint"] is None:
-        del header["fingerprint"]
+    headers = [json.loads(str(arrays["header"])) | each for each in ({"dtype": "x"}, {"num_ranks": 2}, {"format": 5})]
     altered = np.maximum(arrays["mask0_end"] - 1, arrays["mask0_start"])
-    for changed in ({"header": np.array(json.dumps(header))}, {"mask0_end": altered}):
+    for changed in ({"mask0_end": altered}, *({"header": np.array(json.dumps(each))} for each in headers)):
         np.savez(path, **arrays | changed)
         with pytest.raises(ValueError, match=r"plan\.npz .*(was altered or damaged|is not a plan)"):
             Plan.load(path)

@@ -32,15 +32,6 @@ def test_ranks_wait_for_those_that_they_join_alone() -> None:
     assert home.steps[0][:, -1].tolist() == [5, 8, 5, 3]
 
 
-def test_backward_sends_each_piece_home() -> None:
-    attention, exchange = np.array([[4.0, 1.0, 2.0], [3.0, 2.0, 1.0]]), np.array([3.0, 5.0])
-    one = timeline.backward(attention, exchange, np.array([1.0, 1.0]))
-    # Piece 2 is done at 2 and 1, piece 1 at 3 on both ranks, the local part at 7 and 6.
-    assert one.exchange_names == ["dK/dV, chunk 2", "dK/dV, chunk 1"]
-    assert one.sent[0].tolist() == [2, 7] and one.sent[1].tolist() == [7, 10]
-    assert one.steps[0][:, -1].tolist() == [10, 10] and one.seconds == 11 and one.compute == 8 and one.exposed == 3
-
-
 def test_backward_fetches_the_next_piece_beside_this_one() -> None:
     attention, exchange = np.array([[4.0, 1.0, 2.0]]), np.array([3.0, 5.0])
     one = timeline.backward(attention, exchange, np.array([0.0]), np.array([1.0, 2.0]))
@@ -73,18 +64,6 @@ def test_gradients_on_a_ring_join_those_of_the_piece_after() -> None:
     assert one.steps[0][0].tolist() == [0, 2, 7, 11] and one.seconds == 12
     apart = timeline.backward(attention, exchange, unpack)
     assert apart.steps[0][0].tolist() == [0, 2, 3, 10] and apart.sent[1].tolist() == [7, 10]
-
-
-def test_nothing_hides_a_trade() -> None:
-    inner = timeline.forward(np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0]))
-    arguments = np.array([1.0, 2.0]), np.array([[3.0, 1.0], [5.0, 2.0]]), np.array([3.0])
-    one = timeline.forward(*arguments, trades=(4.0, 2.5))
-    assert one.names == [*inner.names, "traded"]
-    assert one.exchange_names == ["heads for tokens", "K/V, chunk 1", "tokens for heads"]
-    assert one.sent[0].tolist() == [0, 6, 13] and one.sent[1].tolist() == [4, 9, 15.5]
-    assert (one.steps[0][:, :-1] == inner.steps[0] + 4).all() and (one.steps[1][:, -1] == 15.5).all()
-    assert one.compute == inner.compute and one.seconds == inner.seconds + 6.5
-    assert one.exposed == inner.exposed + 6.5 and one.exchange == inner.exchange + 6.5
 
 
 @pytest.mark.parametrize(("ranks", "exchange"), [(4, "ulysses"), ((2, 2), "needed"), ((2, 2), "ring")], ids=str)
