@@ -230,8 +230,6 @@ def test_plans_price_states_and_latents() -> None:
         plan = hf.make_plan(batch, tiny.config_of(name), 2, num_q_heads=4, head_dim=24, v_head_dim=16)
         sent = plan.recv_tokens("full_attention") * 2 * (row or 4 * (24 + 16))
         assert plan.kv_row_dim == row and (plan.recv_bytes("full_attention") == sent).all() and sent.any(), name
-    both = [tiny.config_of(name) for name in ("deepseek_v3", "llama")]
-    assert hf.make_plan(batch, both, 2).kv_row_dim is None
 
 
 def test_a_model_without_attention_is_cut_into_runs() -> None:
