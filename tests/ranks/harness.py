@@ -201,34 +201,19 @@ class _Checked:
     """A collective of the threaded group that compares the shapes of all ranks before it moves data."""
 
     def __init__(self, collective: Any) -> None:
-        self.collective = collective
-        self.kind = _kind(collective)
+        self.collective, self.kind = collective, _kind(collective)
 
     def work(self, data: list[Any]) -> None:
-        for source, target, sent, expected in _transfers(self.collective, data):
-            if sent != expected:
-                raise RuntimeError(f"{self.kind}: rank {source} sends {sent} where rank {target} expects {expected}")
+        ranks, alike = range(len(data)), True
+        if isinstance(self.collective, threaded.AllToAllBase):  # what each rank sends to each, and what that expects
+            sent = [_splits(inputs, sizes, len(data)) for _, inputs, _, sizes in data]
+            expected = [_splits(outputs, sizes, len(data)) for outputs, _, sizes, _ in data]
+            alike = all(sent[s][t] == expected[t][s] for s in ranks for t in ranks)
+        elif isinstance(self.collective, (threaded.AllGather, threaded.ReduceScatter, threaded.AllReduce)):
+            alike = len({str([(x.shape, x.dtype) for x in tree_leaves(given)]) for given in data}) == 1
+        if not alike:
+            raise RuntimeError(f"{self.kind}: shapes of the ranks do not agree")
         self.collective.work(data)
-
-
-def _transfers(collective: Any, data: list[Any]) -> list[tuple[int, int, Any, Any]]:
-    """(source, target, what the source sends, what the target expects) of the collectives that spanwise uses."""
-    ranks = range(len(data))
-    if isinstance(collective, threaded.AllGather):
-        return [(s, t, _meta(data[s][1][0]), _meta(data[t][0][0][s])) for s in ranks for t in ranks]
-    if isinstance(collective, threaded.ReduceScatter):
-        return [(s, t, _meta(data[s][1][0][t]), _meta(data[t][0][0])) for s in ranks for t in ranks]
-    if isinstance(collective, threaded.AllReduce):
-        return [(s, 0, [_meta(x) for x in data[s]], [_meta(x) for x in data[0]]) for s in ranks]
-    if isinstance(collective, threaded.AllToAllBase):
-        sent = [_splits(inputs, sizes, len(data)) for _, inputs, _, sizes in data]
-        expected = [_splits(outputs, sizes, len(data)) for outputs, _, sizes, _ in data]
-        return [(s, t, sent[s][t], expected[t][s]) for s in ranks for t in ranks]
-    return []
-
-
-def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (*tensor.shape, tensor.dtype)
 
 
 def _splits(buffer: torch.Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[tuple[Any, ...]]:

@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import spanwise
 from spanwise import SpanMask, recurrence
 from spanwise.attention.kernels import flex as flex_module
-from spanwise.attention.rank_plan import build
 from tests.attention.stand_ins import dense_flex
 from tests.oracle import make_problem
 from tests.pairs import covering, named
@@ -172,19 +170,6 @@ def test_compiled_calls_are_right(gloo_pool: GlooPool, cell: Any) -> None:
     balancer = "contiguous" if mask == "cross" else "lpt"
     case = Setting(way, levels, mask, balancer, precision, options, ((4, 2), (8, 6)), f"compiled by {backend}").case()
     check(case, gloo_pool.run)
-
-
-def test_hops_of_a_ring_are_a_graph_of_their_own() -> None:
-    """Which hops there are is structure: plans that differ in nothing else share a graph, as pytrees of one kind."""
-    masks = [SpanMask.documents(cuts) for cuts in ([0, 83], [0, 60, 83], [0, 30, 60, 83], [0, 25, 83])]
-    plans = [spanwise.make_plan(m, 4, balancer="contiguous", exchange="ring", keep_kv=True) for m in masks]
-    kinds = [tree_flatten(build(plan, 1))[1] for plan in plans]
-    tables = [plan.route().tokens > 0 for plan in plans]  # who sends to whom in each step
-    hops = [tuple(map(tuple, np.argwhere(table).tolist())) for table in tables]
-    assert 1 < len(set(hops)) < len(hops)
-    for i in range(len(plans)):
-        for j in range(len(plans)):
-            assert (kinds[i] == kinds[j]) == (hops[i] == hops[j])
 
 
 @pytest.mark.parametrize("selective", [False, True])

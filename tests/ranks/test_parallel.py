@@ -241,27 +241,6 @@ def test_calls_and_modules_that_cannot_be_right_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "shape", "axes", "names"),
-    [
-        ((2, 2), (4,), ("cp",), r"\(2, 2\), got \(4,\)"),
-        (4, (2, 2), ("outer", "inner"), r"\(4,\), got \(2, 2\) with axes \('outer', 'inner'\)"),
-        ((4, 2), (2, 4), ("outer", "inner"), r"\(4, 2\), got \(2, 4\)"),
-    ],
-)
-def test_a_mesh_that_the_plan_does_not_fit(num_ranks: Any, shape: Any, axes: Any, names: str) -> None:
-    plan = on(num_ranks, "ring")["plan"]
-
-    def on_rank(rank: int, mesh: Any) -> None:
-        module, style = SDPA(), ContextParallel(attention_type="sdpa")
-        parallelize_module(module, mesh, style)
-        q = torch.zeros(1, 4, plan.layout.num_tokens(rank), 8)
-        with pytest.raises(ValueError, match=names):
-            module(q, q, q, plan)
-
-    run_ranks(plan.num_ranks, on_rank, mesh_shape=shape, mesh_dim_names=axes)
-
-
-@pytest.mark.parametrize(
     "options",
     [{"attention_type": "flash"}, {"seq_dim": 3}, {"plan": MASK}, {"attention_type": "varlen", "seq_dim": 1}],
     ids=str,

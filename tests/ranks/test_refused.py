@@ -115,8 +115,9 @@ def test_wrong_calls_are_errors_before_any_collective(packed: bool, monkeypatch:
     assert started == []
 
 
-def test_dtensors_that_do_not_fit() -> None:
+def test_dtensors_and_meshes_that_do_not_fit() -> None:
     plan, ulysses = (spanwise.make_plan(DOCUMENTS, 2, exchange=name, block_size=4) for name in ("needed", "ulysses"))
+    levels, four = (spanwise.make_plan(DOCUMENTS, ranks, block_size=4) for ranks in ((2, 2), 4))
 
     def on_rank(rank: int, mesh: DeviceMesh) -> None:
         cp = mesh["cp"]
@@ -133,6 +134,8 @@ def test_dtensors_that_do_not_fit() -> None:
             (lambda: attend(odd, placed(x), placed(x), plan, cp), r"q is a DTensor of shape \(1, 3"),
             (lambda: attend(three, three, three, ulysses.local(cp), cp), "3 query heads"),
             (lambda: spanwise.packed_attention(*[placed(x[0], 0)] * 3, plan, cp), "DTensor .* to_local"),
+            (lambda: attend(x, x, x, levels, cp), r"\(2, 2\), got \(2,\)"),
+            (lambda: attend(x, x, x, four, mesh), r"\(4,\), got \(2, 2\)"),
         ):
             with pytest.raises(ValueError, match=names):
                 call()
@@ -213,9 +216,9 @@ def test_transforms_and_tangents(kernel: str) -> None:
     """Afterwards a call works; scales of any sign do."""
     call = functools.partial(attend, k=KEYS, v=KEYS, plan=ONE, kernel=kernel)
     for transform in TRANSFORMS.values():
-        with pytest.raises(NotImplementedError, match=r"does not run inside torch.func .* use the batch dim"):
+        with pytest.raises(NotImplementedError, match="inside torch.func"):
             transform(call, KEYS)
-        with pytest.raises(NotImplementedError, match=r"does not run inside torch.func"):
+        with pytest.raises(NotImplementedError, match="inside torch.func"):
             transform(lambda q: (ONE.local(None), q)[1], KEYS)
     with forward_ad.dual_level():
         assert call(KEYS).isfinite().all()  # without a tangent
@@ -233,5 +236,5 @@ def test_compiled_vmap() -> None:
         return torch.vmap(lambda x: attend(x, KEYS, KEYS, local, None))(q)
 
     compiled = torch.compile(mapped, backend="aot_eager", fullgraph=True)
-    with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported), match=r"does not run inside torch.func"):
+    with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported), match="inside torch.func"):
         compiled(KEYS.expand(3, *KEYS.shape))
