@@ -106,9 +106,12 @@ class LayoutProblem:
 
     @cached_property
     def documents(self) -> tuple[Int64, ...]:
-        """`offsets_of_documents` of each batch row."""
-        masks = list(self.masks.values())
-        return tuple(offsets_of_documents(masks, row) for row in range(self.batch_size))
+        """Offsets of the runs of each batch row that no span of any mask crosses, from 0 to the length.
+
+        A run can be laid out anywhere without reading more, whether or not it is a document of the caller.
+        """
+        found = (cuts(list(self.masks.values()), [row]) for row in range(self.batch_size))
+        return tuple(np.concatenate([[0], each, [self.seq_len]]) for each in found)
 
     @cached_property
     def work_before(self) -> Float64:
@@ -135,17 +138,6 @@ class LayoutProblem:
         for name in sorted(figures):
             total = total + (figures[name] if weights[name] == 1 else weights[name] * figures[name])
         return total
-
-
-def offsets_of_documents(masks: Sequence[SpanMask], row: int) -> Int64:
-    """Offsets of the runs of one batch row that no span crosses, in any mask; int64, from 0 to the length.
-
-    A run can be laid out anywhere without reading more, whether or not it is a document of the caller.
-
-    >>> offsets_of_documents([SpanMask.documents([0, 3, 8])], row=0)
-    array([0, 3, 8])
-    """
-    return np.concatenate([[0], cuts(masks, [row]), [masks[0].q_len]])
 
 
 def cuts(masks: Sequence[SpanMask], rows: Iterable[int]) -> Int64:

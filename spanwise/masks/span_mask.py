@@ -1,8 +1,8 @@
 """SpanMask: an attention mask as a few key intervals for each query row.
 
 The head of the data flow: mask -> balancer -> layout -> plan. The class holds the arrays, `named` the constructors of
-named masks; array functions do the work: `spans` (canonical form, set operations, unions), `blocks` (block tables),
-`slices`, and `flex` (FlexAttention, imported when called because it needs torch).
+named masks; array functions do the work: `spans` (canonical form, set operations, slices), `blocks` (block tables),
+and `flex` (FlexAttention, imported when called because it needs torch).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from spanwise.masks import blocks, slices, spans
+from spanwise.masks import blocks, spans
 from spanwise.masks.arrays import Int32, Int64
 from spanwise.masks.checks import check_length, check_positive, check_row, check_runs, check_spans
 from spanwise.masks.named import NamedMasks
@@ -140,7 +140,7 @@ class SpanMask(NamedMasks):
         >>> SpanMask.from_slices([[0, 4], [4, 8]], [[0, 4], [2, 8]], [1, 3]).area()
         array([[1, 2, 3, 4, 3, 3, 3, 3]])
         """
-        return cls._trusted(*slices.from_slices(q_ranges, k_ranges, types, q_len, kv_len, max_spans))
+        return cls._trusted(*spans.from_slices(q_ranges, k_ranges, types, q_len, kv_len, max_spans))
 
     def __and__(self, other: SpanMask) -> SpanMask:
         """Keys that both masks read. Lengths agree; a batch of 1 goes with any. Equal `cu_seqlens` are kept.

@@ -10,7 +10,6 @@ from benchmarks.plan import document_offsets
 from spanwise import H100, Layout, LayoutProblem, SpanMask, make_plan
 from spanwise.layouts.balancers import assign_layout
 from spanwise.layouts.local import Local, inside_hosts, tries
-from spanwise.layouts.problem import offsets_of_documents
 from tests.planning.test_scale import lognormal as scaled
 
 
@@ -71,7 +70,7 @@ def test_documents_are_what_no_span_crosses(seed):
         masks.append(SpanMask(edges[::2], edges[1::2], length))
     dense = np.any([mask.dense()[0] for mask in masks], axis=0)
     whole = [0, *(p for p in range(1, length) if not dense[:p, p:].any() and not dense[p:, :p].any()), length]
-    assert offsets_of_documents(masks, 0).tolist() == whole
+    assert LayoutProblem(dict(enumerate(masks))).documents[0].tolist() == whole
 
 
 # Mean received, largest sent. Contiguous layouts receive 2,206 to 5,214 tokens with an imbalance of 1.8 to 4.5;

@@ -94,7 +94,7 @@ def test_spans_are_limited_exactly():
     """Five keys apart in every row; and in a band of two rows, pairs that touch in one row each."""
     q, k = [[0, 3]] * 5, [[2 * j, 2 * j + 1] for j in range(5)]
     assert SpanMask.from_slices(q, k, [0] * 5, kv_len=9, max_spans=5).num_spans == 5
-    with pytest.raises(ValueError, match="row 0 needs 5 spans of keys, more than max_spans=4; pass max_spans=5"):
+    with pytest.raises(ValueError, match="row 0 needs 5 spans, more than max_spans=4; pass 5"):
         SpanMask.from_slices(q, k, [0] * 5, kv_len=9, max_spans=4)
     # Row 0: [0, 2), [2, 4), [6, 8); row 1: [0, 2), [3, 4), [4, 8).
     some = ([[0, 2], [0, 2], [0, 1], [1, 2]], [[0, 2], [2, 4], [6, 8], [4, 8]], [0, 2, 0, 0])
