@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from spanwise.layouts.packing import Packing, Side
+from spanwise.layouts.packing import Packing
 from spanwise.layouts.problem import cuts
 from spanwise.layouts.runs import ragged_arange
 from spanwise.layouts.token_tree import TokenTree
@@ -19,7 +19,7 @@ from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
 
 
-def packings(plan: PlanData, side: Side = "q", *, state: bool = False) -> list[Packing]:
+def packings(plan: PlanData, *, state: bool = False) -> list[Packing]:
     """The documents of every batch row (one entry serves all), with their padding: of the plan's packing or offsets.
 
     Without these one document, if the mask cannot hold several; else ``ValueError``. `state`: for layers that carry a

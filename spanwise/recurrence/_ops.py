@@ -1,7 +1,7 @@
 """The operators of a recurrence, which compiled code takes whole: their loops follow the plan's tensors.
 
-Runs are in the order of their `ChunkTable`, and go through `chunkwise` by length. All tensors are in
-float32 at least; autocast does not reach inside.
+Runs are in the order of their `ChunkTable`, and go through `chunkwise` by length. All tensors are in float32 at least;
+autocast does not reach inside.
 """
 
 # T tokens of a rank, H heads, h those of q or k, K key dim, V value dim, d 1 or K; P runs, N chunks of C tokens

@@ -65,4 +65,4 @@ def test_positions_are_none_where_spans_alone_do_not_tell() -> None:
     cross = spanwise.make_plan(SpanMask.full(8, 12), 2)
     assert documents.positions(cross, 1) is None
     with pytest.raises(ValueError, match=r"cross attention does not tell"):
-        documents.packings(cross, "kv")
+        documents.packings(cross)

@@ -100,8 +100,7 @@ def prepare(batch: Batch, model: Any, plan: spanwise.Plan | None = None) -> Any:
     """Arguments of this rank's ``model(**arguments)`` for a whole batch.
 
     ``model(**batch)`` does this itself while the model trains. Call it to cut a batch for evaluation, to give a plan
-    that was made elsewhere, or before a model that is compiled as one
-    graph. A collective call over the cp mesh.
+    that was made elsewhere, or before a model that is compiled as one graph. A collective call over the cp mesh.
 
     Args:
         batch: a whole batch, the same on all ranks of the cp mesh; as `find_documents` takes it. Tensors ``[B, S, …]``
