@@ -113,7 +113,7 @@ def anything(seed: int) -> Dag:
 def accumulated(seed: int, layers: int = 0, microbatches: int = 0) -> Dag:
     """Forward and backward of 2 to 8 microbatches: parameters gathered in both, gradients reduced each time or summed.
 
-    Some have tensor parallelism, whose collectives follow every product, or experts, whose exchanges go before it.
+    Half of them have tensor parallelism, whose collectives follow every product.
     """
     draw, made = random.Random(seed), Build()
     layers, microbatches = layers or draw.randint(2, 8), microbatches or draw.randint(2, 8)
@@ -122,7 +122,7 @@ def accumulated(seed: int, layers: int = 0, microbatches: int = 0) -> Dag:
     compute_ms = [draw.lognormvariate(0, 0.4) for _ in range(layers)]
     weight = [draw.randint(50, 200) for _ in range(layers)]
     activation, tp_ms = draw.randint(20, 300), draw.uniform(0.1, 0.6)
-    tp, experts, each = draw.random() < 0.5, draw.random() < 0.3, draw.random() < 0.5
+    tp, each = draw.random() < 0.5, draw.random() < 0.5
     sums: list[int] = [-1] * layers
 
     def gathered(layer: int) -> tuple[int, list[int]]:
@@ -133,8 +133,6 @@ def accumulated(seed: int, layers: int = 0, microbatches: int = 0) -> Dag:
         x, saved = made.compute(0.2), []
         for layer in range(layers):
             wait, users = gathered(layer)
-            if experts and layer % 2:
-                x = made.collective(2 * tp_ms, "ep", x)[1]
             out = made.compute(compute_ms[layer], x, wait)
             users.append(out)
             saved.append(made.takes(activation, out))

@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
+from spanwise import H100, overlap
 from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.fx.capture import Axis, CaptureConfig, Graphs, capture
 from spanwise.overlap.fx.operators import MESSAGES, STARTS, tensors_of
@@ -39,6 +40,10 @@ SMALL = CaptureConfig(
 @functools.cache
 def graphs_on(rank: int, config: CaptureConfig = SMALL) -> Graphs:
     return capture(dataclasses.replace(config, rank=rank))
+
+
+def model_cost(graphs: Graphs) -> overlap.CostModel:
+    return overlap.CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
 
 
 def step(graphs: Sequence[Graphs]) -> dict[str, tuple[list[Any], list[Any]]]:
@@ -84,7 +89,6 @@ class Cost:
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add_": lambda x, y: x.add_(1),
     "copy_": lambda x, y: x.copy_(y.mean().expand_as(x)),
-    "zero_ of rows": lambda x, y: x[: max(1, x.shape[0] // 2)].zero_() if x.dim() else x,
     "index_put_": lambda x, y: x.index_put_((torch.tensor([0]),), y.sum().to(x.dtype)) if x.dim() else x,
     "index_add_": lambda x, y: x.reshape(-1).index_add_(0, torch.tensor([0]), y.new_ones(1).to(x.dtype)),
     "transposed in place": lambda x, y: x.t_() if x.dim() == 2 and x.shape[0] == x.shape[1] else x,
@@ -98,19 +102,15 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda x, y: x + y.sum(),
     "flat view": lambda x, y: x.reshape(-1),
     "transposed": lambda x, y: x.t() if x.dim() == 2 else x,
-    "rows": lambda x, y: x[: max(1, x.shape[0] // 2)] if x.dim() else x,
     "halves": lambda x, y: x.split(max(1, x.shape[0] // 2)) if x.dim() else x,
     "unbound": lambda x, y: x.unbind()[:3] if x.dim() and x.shape[0] < 9 else x,
-    "detach": lambda x, y: x.detach(),
     "expanded": lambda x, y: x.unsqueeze(0).expand(2, *x.shape),
     "diagonal": lambda x, y: x.diagonal() if x.dim() > 1 else x,
     "unfolded": lambda x, y: x.reshape(-1).unfold(0, 2, 1) if x.numel() > 1 else x,
-    "bits": lambda x, y: x.view(torch.int32).view(torch.float32) if x.dtype is torch.float32 else x,
     "contiguous": lambda x, y: x.contiguous(),
     "channels last": lambda x, y: (
         x.reshape(1, -1, 2, 2).contiguous(memory_format=torch.channels_last) if x.numel() % 4 == 0 else x
     ),
-    "same type": lambda x, y: x.to(x.dtype),
     "bfloat16": lambda x, y: x.to(torch.bfloat16),
     "float64": lambda x, y: x.to(torch.float64),
     "complex": lambda x, y: torch.complex(x.float(), x.float()).conj().imag.resolve_neg(),
@@ -118,7 +118,6 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "dropped": lambda x, y: torch.native_dropout(x, 0.5, True),
     "sorted": lambda x, y: x.reshape(-1).sort(),
     "stacked": lambda x, y: torch.stack([x, x]) if x.dim() < 3 else x,
-    "made": lambda x, y: x.new_empty(x.shape).copy_(x),
     "several": lambda x, y: torch._foreach_add([x, y], 1.0),
 }
 STATEMENTS = WRITES | READS

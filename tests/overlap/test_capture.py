@@ -131,9 +131,7 @@ def _shard(weight: torch.Tensor, cut: int | None, axes: dict[str, Axis]) -> torc
     return of_tp.chunk(dp.size)[dp.index]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"tp": 4}, {"dp": 3}, {"seq_len": 15, "tp": 2}, {"rank": 1}, {"layers": 0}, {"device": "tpu"}]
-)
-def test_sizes_that_do_not_fit(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong.values()))}"):
-        dataclasses.replace(TINY, **wrong)
+def test_sizes_that_do_not_fit() -> None:
+    for wrong in ({"tp": 4}, {"dp": 3}, {"seq_len": 15, "tp": 2}, {"rank": 1}, {"layers": 0}, {"device": "tpu"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong.values()))}"):
+            dataclasses.replace(TINY, **wrong)  # type: ignore[arg-type]

@@ -20,13 +20,13 @@ import spanwise
 from spanwise.attention.kernels.base import AttentionOptions, Chunk
 from spanwise.attention.kernels.table import KERNELS
 from spanwise.hardware import CPU_HOST, Hardware, Link, attention_flops
-from spanwise.overlap import _torch
 from spanwise.overlap.costs.flops import node_flops
 from spanwise.overlap.costs.roofline import TENSOR_CORES, VECTOR_UNITS, CostModel, as_cost, node_bytes
 from spanwise.overlap.dag import GraphError
 from spanwise.overlap.fx.capture import capture
 from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
+from spanwise.overlap.fx.operators import named_arguments
 from tests.overlap.test_capture import TINY, attention_of, causal_plan
 
 OPS, ATEN, SDPA = torch.ops._c10d_functional, torch.ops.aten, F.scaled_dot_product_attention
@@ -88,11 +88,8 @@ def test_flex_attention_counts_what_its_hint_leaves() -> None:
     assert node_flops(flex) == flops and not captured.barriers
     assert captured.dag.nodes[0].ms == pytest.approx(1e3 * flops / 1e12)
     flex.meta["custom"] = {"sparsity_hint": 0.5}
-    assert node_flops(flex) == flops / 2
-    q, k, v = flex.all_input_nodes[:3]
-    assert node_flops(graph.call_function(torch.ops.higher_order.flex_attention_backward, (q, k, v, q, q, q))) == (
-        5 * flops / 2
-    )
+    back = graph.call_function(torch.ops.higher_order.flex_attention_backward, (*flex.args[:3], *flex.args[:3]))
+    assert node_flops(flex) == flops / 2 and node_flops(back) == 5 * flops / 2
 
 
 @pytest.mark.compiles
@@ -109,45 +106,30 @@ def test_flops_of_spanwise_attention_are_those_of_the_pairs_it_shows() -> None:
         out.sum().backward()
     assert mode.get_total_flops() == sum(counted)
 
-    ops = torch.ops.spanwise
-    with _torch.fake_mode():
-        qkv = {name: torch.empty(x.shape, dtype=torch.bfloat16) for name, x in (("q", q), ("k", k), ("v", v))}
-        spans = {name: torch.empty(x.shape, dtype=torch.int32) for name, x in zip(("start", "end"), rows, strict=True)}
-        result, lse = torch.empty(out.shape, dtype=torch.bfloat16), torch.empty(3, 4, 40)
-    calls = [called(ops.sdpa.default, {**qkv, **spans}, 0.25, val=(result, lse))]
-    calls += [called(ops.sdpa_backward.default, {"out": result, "lse": lse, **qkv}, val=tuple(qkv.values()))]
-    start, end = (calls[1].graph.placeholder(name) for name in spans)
-    start.meta["val"], end.meta["val"] = spans.values()
-    calls[1].args = (*calls[1].args, None, calls[1].args[1], start, end, 0.25)
-    bounds = [n * 40 * 40 / area for n in counted]  # all pairs of the shapes, where the spans are not known
-    model = CostModel(dataclasses.replace(HARDWARE, memory_bandwidth=1e15))
-    assert list(map(node_flops, calls)) == pytest.approx(bounds) and all(map(model.is_guess, calls))
-    assert list(map(model, calls)) == pytest.approx([1e3 * bounds[0] / 1e12, 1e3 * bounds[1] / 5e11])
-    for call in calls:
-        call.meta["custom"] = {"sparsity_hint": 0.25}
-    assert list(map(node_flops, calls)) == pytest.approx([n * 0.75 for n in bounds])
-    assert not any(map(model.is_guess, calls))
-    for call in calls:
-        call.meta["custom"] = {}
-        for node in call.graph.find_nodes(op="placeholder"):
-            if node.name in spans:
-                node.meta["known"] = rows[list(spans).index(node.name)]
-    assert list(map(node_flops, calls)) == counted and not any(map(model.is_guess, calls))
-
 
 @pytest.mark.compiles
 def test_captured_attention_costs_what_the_plan_says(tmp_path: Path) -> None:
+    """The pairs of its spans; all pairs, a guess, where the graph does not hold them, or what a hint leaves."""
     config = dataclasses.replace(TINY, dp=2, cp=2, dtype=torch.bfloat16)
-    plan = causal_plan(config)
+    plan, model = causal_plan(config), CostModel(dataclasses.replace(HARDWARE, memory_bandwidth=1e15))
     for rank, area in enumerate(plan.work()):
         graphs = capture(dataclasses.replace(config, rank=rank), attention_of(plan, []))
         for module, backward in ((graphs.forward, False), (graphs.backward, True)):
-            flops = sum(node_flops(n) for n in module.graph.nodes if "spanwise" in str(n.target))
             save_graphs(tmp_path / "saved", {"module": module})
-            loaded = load_graphs(tmp_path / "saved").graphs["module"]
-            assert [node_flops(n) for n in loaded.graph.nodes] == [node_flops(n) for n in module.graph.nodes]
-            expected = config.batch * attention_flops(area, config.heads, 8, 8, backward=backward)
-            assert flops == expected
+            for gm in (module, load_graphs(tmp_path / "saved").graphs["module"]):
+                calls = [n for n in gm.graph.nodes if "spanwise" in str(n.target) and node_flops(n)]
+                counted = config.batch * attention_flops(area, config.heads, 8, 8, backward=backward)
+                assert sum(map(node_flops, calls)) == counted and not any(map(model.is_guess, calls))
+                rate = 5e11 if backward else 1e12
+                assert all(model(call) == pytest.approx(1e3 * node_flops(call) / rate) for call in calls)
+            for x in gm.graph.find_nodes(op="placeholder"):
+                x.meta.pop("known", None)
+            for call in calls:
+                q, k = (named_arguments(call)[name].meta["val"].shape[2] for name in ("q", "k"))
+                whole = config.batch * attention_flops(q * k, config.heads, 8, 8, backward=backward)
+                assert node_flops(call) == whole and model.is_guess(call)
+                call.meta["custom"] = {"sparsity_hint": 0.25}
+                assert node_flops(call) == 0.75 * whole and not model.is_guess(call)
 
 
 def test_the_roofline_is_the_larger_of_two() -> None:

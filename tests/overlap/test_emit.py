@@ -183,6 +183,13 @@ def test_a_bucket_is_a_coalesced_collective_with_the_metadata_of_its_members() -
     assert {n: dict(n.meta) for n in waits} == waits and [wait.args for wait in waits] == [(item,) for item in items]
 
 
+def test_items_follow_their_tuple() -> None:
+    gm = make_fx(lambda x: [part.sin() for part in x.split(2)], tracing_mode="fake")(torch.ones(4, 4))
+    captured = to_dag(gm, one)
+    emit(captured, [0, 1, 3, 2, 4], [(i,) for i in range(5)])
+    assert [node.name for node in gm.graph.nodes][1:4] == ["split", "getitem", "getitem_1"]
+
+
 def test_sides_of_a_joint_graph_stay_apart_and_orders_that_are_none_change_nothing() -> None:
     gm = make_fx(two_gathers, tracing_mode="fake")(torch.ones(4, 4))
     captured = to_dag(gm, one)

@@ -1,11 +1,13 @@
-"""The optimized graph computes what the given one does, and the given one is left as it is."""
+"""The optimized graph computes what the given one does, and the given one is left as it is; passes and graph files."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +20,24 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from spanwise import H100, overlap
 from spanwise.overlap import _torch
 from spanwise.overlap.dag import GraphError
-from spanwise.overlap.fx.capture import Graphs
+from spanwise.overlap.fx.files import load_graphs, save_graphs
 from spanwise.overlap.fx.graph import to_dag
 from tests.lockstep import Lockstep
-from tests.overlap.programs import SMALL, Cost, Program, graphs_on, one, programs, run, same, step, traced
+from tests.overlap.programs import (
+    SMALL,
+    Cost,
+    Program,
+    graphs_on,
+    model_cost,
+    one,
+    programs,
+    run,
+    same,
+    step,
+    traced,
+)  # fmt: skip
 
 OPS, ATEN = torch.ops._c10d_functional, torch.ops.aten
-
-
-def model_cost(graphs: Graphs) -> overlap.CostModel:
-    return overlap.CostModel(H100, ranks={axis.name: axis.ranks for axis in graphs.axes.values()})
 
 
 def state(gm: fx.GraphModule) -> Any:
@@ -75,10 +85,6 @@ def test_the_new_graph_is_what_the_timeline_says_and_the_given_one_is_left() -> 
         assert inputs == others
 
 
-def made(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
-    return make_fx(function, tracing_mode="fake")(*inputs)
-
-
 def gathered(x: torch.Tensor) -> Any:
     """A gather with compute that does not need it after its wait."""
     whole = OPS.wait_tensor(OPS.all_gather_into_tensor(x, 2, "tp"))
@@ -97,12 +103,12 @@ def test_barriers_and_guesses_are_named() -> None:
         return torch.ops.spanwise_test.twice(summed), OPS.wait_tensor(x), torch.ops.spanwise_test.twice(x)
 
     cost = overlap.CostModel(H100, ranks={"tp": (0, 1)})
-    result = overlap.optimize(made(function, torch.ones(4, 4)), cost)
+    result = overlap.optimize(make_fx(function, tracing_mode="fake")(torch.ones(4, 4)), cost)
     assert result.barriers == ("symm_mem.one_shot_all_reduce",)
     assert sorted(set(result.guesses)) == [
         "_c10d_functional.wait_tensor", "spanwise_test.twice", "symm_mem.one_shot_all_reduce"
     ]  # fmt: skip
-    plain = overlap.optimize(made(gathered, torch.ones(4, 4)), cost)
+    plain = overlap.optimize(make_fx(gathered, tracing_mode="fake")(torch.ones(4, 4)), cost)
     assert plain.barriers == plain.guesses == ()
 
 
@@ -117,7 +123,9 @@ def test_sizes_stand_for_symbols() -> None:
     gm = make_fx(function, tracing_mode="symbolic")(torch.ones(6, 4), torch.ones(10, 4))
     cost = overlap.CostModel(H100, ranks={"tp": (0, 1)})
     symbols = sorted({str(size) for x in gm.graph.find_nodes(op="placeholder") for size in x.meta["val"].shape})
-    numeric = overlap.optimize(made(function, torch.ones(4096, 4096), torch.ones(4096, 4096)), cost)
+    numeric = overlap.optimize(
+        make_fx(function, tracing_mode="fake")(torch.ones(4096, 4096), torch.ones(4096, 4096)), cost
+    )
     for sizes in (dict.fromkeys(symbols, 4096), 4096):
         result = overlap.optimize(gm, cost, sizes=sizes)
         assert result.timeline.makespan == numeric.timeline.makespan > 0
@@ -133,7 +141,7 @@ def test_sizes_stand_for_symbols() -> None:
 
 
 def test_what_no_graph_allows_is_refused() -> None:
-    gm = made(gathered, torch.ones(4, 4))
+    gm = make_fx(gathered, tracing_mode="fake")(torch.ones(4, 4))
     peak = overlap.simulate(gm, Cost()).peak_bytes
     assert overlap.optimize(gm, Cost(), memory_budget=peak).timeline.peak_bytes <= peak
     before = state(gm)
@@ -142,9 +150,15 @@ def test_what_no_graph_allows_is_refused() -> None:
     for name, value in (*wrong, ("memory_budget", 16)):
         with pytest.raises(ValueError, match=f"{name} must be|takes 16 bytes at its peak"):
             overlap.optimize(gm, Cost(), **{name: value})
-    for function in (overlap.optimize, overlap.simulate, overlap.lower_bound):
-        with pytest.raises(TypeError, match=r"expected an fx\.GraphModule of ATen operators, got"):
+    as_pass = functools.partial(overlap.graph_pass, cost=Cost())
+    for function in (overlap.optimize, overlap.simulate, overlap.lower_bound, lambda gm, cost: as_pass()(gm, ())):
+        with pytest.raises(TypeError, match=r"an fx\.GraphModule of ATen operators, got"):
             function(gathered, Cost())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'budget'"):
+        as_pass(budget=3)
+    for options in ({"sizes": 0}, {"effort": 1.5}):
+        with pytest.raises(ValueError, match=f"got {next(iter(options.values()))}"):
+            as_pass(**options)
     assert state(gm) == before
 
 
@@ -218,3 +232,34 @@ def test_programs_of_torch_export() -> None:
     values = [n.meta["val"] for n in flat.graph.nodes if n.op == "placeholder"]
     inputs = [[torch.randn(v.shape) + r for v in values] for r in range(4)]
     same(run(overlap.optimize(flat, priced(0)).graph_module, inputs), run(flat, inputs))
+
+
+def test_a_pass_returns_a_scheduled_copy() -> None:
+    gm, results = graphs_on(0).backward, list[overlap.Result]()
+    before, gm.meta["of"] = gm.code, "mine"
+    apply = overlap.graph_pass(cost=Cost(), bucket=False, on_result=results.append)
+    new = apply(gm, ())
+    names, others = ([node.name for node in of.graph.nodes] for of in (gm, new))
+    assert gm.code == before and new.meta["of"] == "mine" and sorted(others) == sorted(names) != others != names
+    (result,) = results
+    assert overlap.simulate(new, Cost()).makespan == result.timeline.makespan < 0.9 * result.before.makespan
+    assert result.sizes is None and result.barriers == ()  # no size is symbolic
+    assert apply(new, None).code == new.code  # its own order is as good as any; values are in the graph
+
+
+def test_unknown_operators_and_files_that_hold_no_graphs(tmp_path: Path) -> None:
+    path, library = tmp_path / "g", torch.library.Library("spanwise_test_elsewhere", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.ops.spanwise_test_elsewhere.double.default, (graph.placeholder("x"),)))
+    save_graphs(path, {"one": torch.fx.GraphModule({}, graph)})
+    library._destroy()
+    with pytest.raises(ValueError, match="spanwise_test_elsewhere.*'double'.*import the modules"):
+        load_graphs(path)
+    save_graphs(path, {"one": torch.fx.symbolic_trace(torch.nn.ReLU())})
+    data = path.read_bytes()
+    torch.save({"a": torch.ones(3)}, path)
+    for content in (path.read_bytes(), b"hello", b"PK and so on", data[:-10], data[:500] + bytes(100) + data[600:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="holds no graphs"):
+            load_graphs(path)

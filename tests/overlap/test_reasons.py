@@ -40,9 +40,7 @@ def test_an_order_and_the_memory_that_it_takes() -> None:
 def beside_no_compute(timeline: Timeline, start: int) -> float:
     """Milliseconds of a collective while which no compute runs; another collective may."""
     compute = timeline.dag.kinds == C
-    begin, end = (
-        times[compute].clip(timeline.begin[start], timeline.end[start]) for times in (timeline.begin, timeline.end)
-    )
+    begin, end = (of[compute].clip(timeline.begin[start], timeline.end[start]) for of in (timeline.begin, timeline.end))
     return float(timeline.dag.nodes[start].ms - (end - begin).sum())
 
 
@@ -60,13 +58,11 @@ def test_each_change_hides_what_it_says(dag: Dag, data: st.DataObject) -> None:
         parts = [move.hides for move in reason.moves.values()]
         assert sum(parts) == pytest.approx(reason.exposed) and min(parts) > 0
 
-        def changed(
-            why: Why, order: list[int], at: int = start, exposed: float = reason.exposed, **facts: object
-        ) -> None:
+        def changed(why: Why, order: list[int], at: int = start, left: float = reason.exposed, **facts: object) -> None:
             nodes = list(dag.nodes)
             nodes[at] = dataclasses.replace(nodes[at], **facts)  # type: ignore[arg-type]
             other = simulate(Dag(tuple(nodes)), order)
-            assert other.exposed[at] <= exposed - found[at].moves[why].hides + 1e-9
+            assert other.exposed[at] <= left - found[at].moves[why].hides + 1e-9
             assert other.makespan == pytest.approx(timeline.makespan + found[at].moves[why].longer)
 
         given_order = timeline.order.tolist()

@@ -7,25 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from spanwise.hardware import H100
 from spanwise.overlap.bounds import Bounds, lower_bounds
-from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.dag import Dag, Kind, Node, Storage
 from spanwise.overlap.engine import simulate
 from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.explain.report import Result, bound_by, figures, summary
-from spanwise.overlap.fx.capture import CaptureConfig, capture
+from spanwise.overlap.fx.capture import CaptureConfig
 from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.optimize import optimize
 from spanwise.units import milliseconds as duration
+from tests.overlap.programs import graphs_on, model_cost
 
 CONFIG = CaptureConfig(layers=2, dim=256, heads=8, kv_heads=4, ffn=512, seq_len=512, batch=2, dp=2, tp=2)
 
 
 def optimized(bucket: bool) -> Result:
-    graphs = capture(CONFIG)
-    ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
-    return optimize(graphs.backward, CostModel(H100, ranks=ranks), bucket=bucket)
+    graphs = graphs_on(0, CONFIG)
+    return optimize(graphs.backward, model_cost(graphs), bucket=bucket)
 
 
 def test_figures_are_those_of_the_timelines() -> None:

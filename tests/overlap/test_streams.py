@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from spanwise import H100, overlap
-from spanwise.hardware import Hardware
 from spanwise.overlap import _torch
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.measure import Measured
@@ -24,6 +23,7 @@ from spanwise.overlap.fx.graph import to_dag
 from spanwise.overlap.search import schedule
 from spanwise.units import milliseconds
 from tests.overlap.dags import Build, S, W
+from tests.overlap.programs import model_cost
 
 
 def test_groups_of_one_link_run_one_after_the_other() -> None:
@@ -50,17 +50,13 @@ def graphs() -> Graphs:
     return capture(CaptureConfig(layers=2, device="cpu", **sizes))
 
 
-def model(graphs: Graphs, hardware: Hardware) -> CostModel:
-    return CostModel(hardware, ranks={axis.name: axis.ranks for axis in graphs.axes.values() if axis.name})
-
-
 def test_hardware_says_which_groups_share(graphs: Graphs) -> None:
     """Four hosts of two ranks: tp stays inside them, dp crosses them; in one host of eight both stay inside."""
     tp, dp = graphs.axes["tp"].name, graphs.axes["dp"].name
     for hosts, levels, streams in ((2, (), 2), (2, (0, 1), 2), (8, (), 2), (8, (1,), 2), (8, (0,), 1)):
         hardware = H100.with_host_size(hosts)
         links = (dataclasses.replace(link, shared=at in levels) for at, link in enumerate(hardware.links))
-        cost = model(graphs, dataclasses.replace(hardware, links=tuple(links)))
+        cost = CostModel(dataclasses.replace(hardware, links=tuple(links)), ranks={tp: range(2), dp: range(0, 8, 2)})
         assert cost.link(tp) == ("links 0", 0 in levels)
         assert cost.link(dp) == (("links 0", 0 in levels) if hosts == 8 else ("links 1", 1 in levels))
         assert len(to_dag(graphs.backward, cost).dag.streams) == streams
@@ -70,7 +66,7 @@ def test_hardware_says_which_groups_share(graphs: Graphs) -> None:
 
 def test_a_table_of_links_and_the_report_of_both(graphs: Graphs) -> None:
     tp, dp = graphs.axes["tp"].name, graphs.axes["dp"].name
-    cost = model(graphs, H100)
+    cost = model_cost(graphs)
     apart = overlap.optimize(graphs.backward, cost, bucket=False)
     together = overlap.optimize(graphs.backward, cost, bucket=False, links={tp: "card", dp: "card"})
     assert together.timeline.dag.streams == ("card",) and len(apart.timeline.dag.streams) == 2
