@@ -16,9 +16,9 @@ from spanwise.integrations.transformers.outputs import of_layout
 from tests.integrations.transformers import tiny
 from tests.ranks.harness import run_ranks
 
-DOCUMENTS = tiny.documents_of((23, 41))
-BATCH = {name: x for name, x in tiny.packed(DOCUMENTS).items() if name != "labels"}
-LONG = tiny.documents_of((150, 11, 90))
+DOCUMENTS = tiny.documents_of((150, 11, 90))
+BATCH = tiny.packed(DOCUMENTS)
+UNLABELLED = {name: x for name, x in BATCH.items() if name != "labels"}
 
 
 def _pair() -> tuple[Any, Any]:
@@ -32,16 +32,15 @@ def _divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 def test_two_models_on_one_batch() -> None:
     student, teacher = _pair()
-    batch = {name: x for name, x in tiny.packed(LONG).items() if name != "labels"}
     alone, other = copy.deepcopy(student), copy.deepcopy(teacher)
-    pairs = [(alone(input_ids=d[None]), other(input_ids=d[None], use_cache=False)) for d in LONG]
+    pairs = [(alone(input_ids=d[None]), other(input_ids=d[None], use_cache=False)) for d in DOCUMENTS]
     want = tiny.differentiated(alone, torch.stack([_divergence(x.logits, y.logits.detach()) for x, y in pairs]).sum())
     models = [(copy.deepcopy(student), copy.deepcopy(teacher)) for _ in range(2)]
 
     def on_rank(rank: int, mesh: Any) -> Any:
         mine = [hf.context_parallel(one, mesh, balancer="head_tail") for one in models[rank]]
-        plan = hf.make_plan(batch, teacher.config, 2)  # has masks for the layers of both
-        for_student, for_teacher = (hf.prepare(batch, one, plan) for one in mine)
+        plan = hf.make_plan(UNLABELLED, teacher.config, 2)  # has masks for the layers of both
+        for_student, for_teacher = (hf.prepare(UNLABELLED, one, plan) for one in mine)
         with torch.no_grad():
             wanted = mine[1](**for_teacher).logits
         part = _divergence(mine[0](**for_student).logits, wanted)
@@ -53,23 +52,6 @@ def test_two_models_on_one_batch() -> None:
     tiny.check(run_ranks(2, on_rank), want)
 
 
-@torch.no_grad()
-def test_logits_of_a_rank() -> None:
-    """Without labels."""
-    model = tiny.model_of("mistral")
-
-    @torch.no_grad()
-    def act(mine: Any, batch: Any) -> Any:
-        given = hf.prepare(batch, mine.eval())
-        out = mine(**given)
-        assert out.loss is None
-        return out.logits.as_subclass(torch.Tensor), given["spanwise_plan"].plan.tokens[0]
-
-    want = torch.cat([model(input_ids=d[None], use_cache=False).logits for d in DOCUMENTS], 1)
-    for got, tokens in tiny.train(model, BATCH, 3, act):
-        torch.testing.assert_close(got, want[:, tokens], atol=2e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("act", [lambda x: x, lambda x: x[0], lambda x: x.topk(3).values.squeeze(0)])
 def test_outputs_of_two_layouts(act: Any) -> None:
     pairs = [_pair() for _ in range(2)]
@@ -77,7 +59,7 @@ def test_outputs_of_two_layouts(act: Any) -> None:
     def on_rank(rank: int, mesh: Any) -> Any:
         layouts = ("head_tail", "contiguous")
         mine = [hf.context_parallel(one, mesh, balancer=x) for one, x in zip(pairs[rank], layouts, strict=True)]
-        return _divergence(*(act(one(**tiny.packed(LONG)).logits) for one in mine))
+        return _divergence(*(act(one(**BATCH).logits) for one in mine))
 
     with pytest.raises(ValueError, match="hold other tokens on each rank.*hf.prepare"):
         run_ranks(2, on_rank)
