@@ -39,7 +39,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((name, tiny.FORMS[i % 4], LAYOUTS[i % len(LAYOUTS)]) for i, name in enumerate(MODELS)),
     *((name, form, dict(ranks=2)) for name in ("gemma3", "qwen3_next", "mamba2") for form in ("left", "right")),
     *(("lfm2", form, dict(ranks=2)) for form in ("seq_idx", "seq_idx alone")),
-    *((name, "position_ids", layout) for name in ("qwen3_5_text",) for layout in LAYOUTS[2:8]),
+    *(("qwen3_5_text", "position_ids", layout) for layout in LAYOUTS[2:8]),
     *(("bamba", "position_ids", layout) for layout in LAYOUTS[8:]),
     *((name, "position_ids", ULYSSES) for name in ("gemma3", "bamba", "deepseek_v32", "hy_v4")),
     # The mixers of a head-tail plan run in a contiguous layout.
