@@ -63,9 +63,8 @@ def _raises(here: Here, found: Row, row: Row) -> None:
 
 @pytest.mark.slow
 def test_a_step_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        command, "STEPS", {"bad": STEPS["environment"]._replace(fill=_raises), "environment": STEPS["environment"]}
-    )
+    good = STEPS["environment"]
+    monkeypatch.setattr(command, "STEPS", {"bad": good._replace(fill=_raises), "environment": good})
     code, found = _run(tmp_path)
     assert code == 1
     assert [(step["status"], len(step["rows"])) for step in found["steps"]] == [("failed", 1), ("ok", 1)]
