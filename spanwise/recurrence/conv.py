@@ -53,12 +53,25 @@ def causal_conv(
     _torch.check_transforms(x, weight)
     check_route(route, {"x": x, "weight": weight, "bias": bias})
     _torch.fix_sizes(*weight.shape)
-    weight_CW = _checked(x, weight, bias, route, activation)
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation must be one of {_ACTIVATIONS}, got {activation!r}")
+    if weight.dim() == 3 and weight.shape[1] == 1:
+        weight = weight.squeeze(1)
+    if weight.dim() != 2 or x.dim() not in (2, 3) or x.shape[-1] != weight.shape[0]:
+        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        raise ValueError(f"causal_conv needs x [B, T, channels] or [T, channels] and [channels, width], got {shapes}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if not 1 <= weight.shape[1] <= route.conv_width:
+        width = weight.shape[1]
+        raise ValueError(f"the route is for widths to {route.conv_width}; give recurrence_route conv_width={width}")
+    if not x.is_floating_point():
+        raise ValueError(f"causal_conv takes floating-point tensors, got {x.dtype}")
     rows_RBC = to_rows("x", x, route, 1)
     stream = [rows_RBC]
     if route.apart and route.conv_width > 1:
         assert route.mesh is not None
-        facts = {"dtype": x.dtype, "options": (weight_CW.shape[1], activation, bias is not None)}
+        facts = {"dtype": x.dtype, "options": (weight.shape[1], activation, bias is not None)}
         sizes = "shape of a token", rows_RBC.shape[1:]
         call = compare_call("causal_conv", facts, route.mesh, [x], sizes=sizes, plan=route.digest)
         name = _torch.group_name(route.mesh.get_group())
@@ -69,9 +82,9 @@ def causal_conv(
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     with torch.autocast(x.device.type, enabled=False):  # torch.cat would fail for the other half-precision dtype
         rows_NBC = torch.cat([*stream, rows_RBC.new_zeros(1, *rows_RBC.shape[1:])]).to(dtype)
-        bias_C = weight_CW.new_zeros(weight_CW.shape[0]) if bias is None else bias
-        skipped = route.conv_width - weight_CW.shape[1]
-        out_RBC = _Windows.apply(rows_NBC, weight_CW.to(dtype), bias_C.to(dtype), route.stream, route.outputs, skipped)
+        bias_C = weight.new_zeros(weight.shape[0]) if bias is None else bias
+        skipped = route.conv_width - weight.shape[1]
+        out_RBC = _Windows.apply(rows_NBC, weight.to(dtype), bias_C.to(dtype), route.stream, route.outputs, skipped)
         if activation is not None:
             out_RBC = F.silu(out_RBC)
     return from_rows(out_RBC.to(x.dtype), route, x.dim() == 2)
@@ -113,24 +126,3 @@ class _Windows(torch.autograd.Function):
             d_weight[:, tap] = torch.linalg.vecdot(stream_LBC.narrow(0, at, count), d_LBC, dim=0).sum(0)
         d_rows = d_out.new_zeros(ctx.num_rows, *features).index_add_(0, stream, d_stream)
         return d_rows, d_weight, d_LBC.sum((0, 1)), None, None, None
-
-
-def _checked(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, route: RecurrenceRoute, activation: str | None
-) -> torch.Tensor:
-    """The weight as ``[channels, width]``, after all checks that one rank can make."""
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation must be one of {_ACTIVATIONS}, got {activation!r}")
-    if weight.dim() == 3 and weight.shape[1] == 1:
-        weight = weight.squeeze(1)
-    if weight.dim() != 2 or x.dim() not in (2, 3) or x.shape[-1] != weight.shape[0]:
-        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
-        raise ValueError(f"causal_conv needs x [B, T, channels] or [T, channels] and [channels, width], got {shapes}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must have shape [{weight.shape[0]}], got {tuple(bias.shape)}")
-    if not 1 <= weight.shape[1] <= route.conv_width:
-        width = weight.shape[1]
-        raise ValueError(f"the route is for widths to {route.conv_width}; give recurrence_route conv_width={width}")
-    if not x.is_floating_point():
-        raise ValueError(f"causal_conv takes floating-point tensors, got {x.dtype}")
-    return weight
