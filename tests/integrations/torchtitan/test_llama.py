@@ -237,7 +237,7 @@ def _refused(rank: int, mesh: Any) -> None:
         ("'is_causal': False, 'window': 3", inner(model)[0], (q, q, q), masks | dict(is_causal=False, window=3)),
         (r"\(2, 101\)", prepare, (inputs, labels[:1], {"positions": positions}), {}),
         ("zigzag", prepare, (inputs, labels, {}), dict(load_balancer_type="zigzag")),
-        ("100 tokens .* 101 tokens", prepare, (inputs, labels, {}), dict(plan=plan)),
+        (r"\(100, 2\) .*\(101, 2\)", prepare, (inputs, labels, {}), dict(plan=plan)),
         ("leave mask", prepare, (inputs, labels, {}), dict(plan=plan, mask=HALVES)),
     ):
         with pytest.raises(ValueError, match=text):
