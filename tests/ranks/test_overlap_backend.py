@@ -314,7 +314,7 @@ class BySize:
     def __call__(self, node: fx.Node) -> float:
         if node.target in operators.STARTS:
             return 1e-2 + 1e-3 * sum(t.nbytes for n in node.all_input_nodes for t in operators.tensors_of(n))
-        return 1e-4 + 2e-6 * node_flops(node)
+        return 1e-4 + 1e-5 * node_flops(node)
 
 
 def beside_eager(
