@@ -29,6 +29,7 @@ from spanwise.attention.kernels.table import resolve
 from spanwise.attention.kv import ChunkKV, kv_chunks
 from spanwise.attention.rank_plan import RankPlan, check_plan, local_of
 from spanwise.masks.checks import check_finite
+from spanwise.planning.memory import check_heads
 from spanwise.planning.plan import Plan
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -177,7 +178,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
     num_heads, first, tokens = q.shape[1], 0, local.query_tokens
     if local.trade is not None:
         assert mesh is not None
-        group = _torch.group_name(mesh.get_group(mesh.ndim - 1))
+        group = mesh.get_group(mesh.ndim - 1).group_name
         q, k, v = ulysses.to_heads(q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade, call=here)
         first, compact = local.trade.rank * q.shape[1], None
         sinks = None if sinks is None else sinks[first : first + q.shape[1]]
@@ -285,7 +286,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, k
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k and v must agree in batch size, k and v in heads, q and k in head dim; got {shapes}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads; got {shapes}")
+        check_heads(q.shape[1], k.shape[1], 1)
     kinds = [(x.dtype, x.device) for x in (q, k, v)]
     if kinds[1:] != kinds[:-1] or q.dtype not in _FLOATS:
         raise ValueError(f"q, k and v must share device and dtype, one of {_FLOATS}, got {kinds}")
@@ -295,15 +296,14 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: RankPlan, k
             f"the plan was made for (num_q_heads, num_kv_heads, head_dim, v_head_dim) = {local.attention_shape}, got "
             f"{given}. make_plan takes those of one rank's tensors, under tensor parallelism its share of the heads"
         )
+    if q.shape[1] % local.inner:
+        check_heads(q.shape[1], k.shape[1], local.inner)
     if local.tokens.device != q.device:
         raise ValueError(f"the rank plan is on {local.tokens.device}, q on {q.device}; use plan.local(mesh, q.device)")
     if sinks is not None and (sinks.dim() not in (1, 2) or sinks.shape[0] != q.shape[1]):
         raise ValueError(f"sinks must be [{q.shape[1]}], or several, [{q.shape[1]}, n], got {tuple(sinks.shape)}")
     _torch.fix_sizes(*given, *([] if sinks is None else sinks.shape))
-    likes = (q, k, v) if local.trade is None else ulysses.traded_like(q, k, v, local.trade, local.kv_trade)
-    if own.flat:
-        likes = tuple(_flatten_rows(x) for x in likes)  # type: ignore[assignment]
-    kernel.check(*likes, own, call.options, max_logit=call.request.max_logit)
+    kernel.check(q, k, v, own, call.options, max_logit=call.request.max_logit)
 
 
 def merged(

@@ -186,7 +186,7 @@ class CallLog:
         with _torch.without_modes():
             for group in groups:  # gloo's own wait for connections would not end when a process does
                 own = torch.zeros(1, device=_torch.comparison_device(group))
-                _torch.wait(_torch.start_all_gather(own, group.size(), _torch.group_name(group)))
+                _torch.wait(_torch.start_all_gather(own, group.size(), group.group_name))
         timeout = _torch.group_timeout(groups[0])
         self.host = _torch.host_group(store, key, self.rank, len(ranks), timeout)
         self._calls: deque[Call] = deque()  # those that were not compared yet
@@ -300,7 +300,7 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, CallLog | None]] 
 
 def switch(groups: Sequence[dist.ProcessGroup], enabled: bool) -> None:
     """Compare calls on the mesh of these groups, one of each axis, or do not."""
-    found, name = _known.setdefault(groups[0], {}), " ".join(map(_torch.group_name, groups))
+    found, name = _known.setdefault(groups[0], {}), " ".join([group.group_name for group in groups])
     if not enabled:
         found[name] = None
     elif found.get(name, "") is None:
@@ -313,7 +313,7 @@ def log_of(groups: Sequence[dist.ProcessGroup], ranks: Callable[[], Sequence[int
     Args:
         ranks: gives the global ranks of the mesh, in its order.
     """
-    found, name = _known.setdefault(groups[0], {}), " ".join(map(_torch.group_name, groups))
+    found, name = _known.setdefault(groups[0], {}), " ".join([group.group_name for group in groups])
     if name not in found:
         found[name] = CallLog(name, list(ranks()), groups) if all(map(_torch.has_processes, groups)) else None
     return found[name]

@@ -56,13 +56,9 @@ class _Builder:
         """Batch rows that differ in mask or layout."""
         return num_rows(self.plan.mask(self.mask), self.plan.layout)
 
-    def own_runs(self) -> list[Int64]:
-        """Runs of the keys that the group holds, for each batch row."""
-        layout = self.plan.kv_groups
-        return [layout.runs(self.group, row) for row in range(self.rows)]
-
     def chunks(self) -> tuple[Chunk, ...]:
-        route, own = self.plan.route(self.mask), self.own_runs()
+        route = self.plan.route(self.mask)
+        own = [self.plan.kv_groups.runs(self.group, row) for row in range(self.rows)]
         if not route.steps:
             return (self.chunk(own, None, 0, flat=False),)
         runs = np.concatenate([self.on_line(row, each) for row, each in enumerate(own)])

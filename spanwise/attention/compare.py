@@ -119,7 +119,7 @@ def compare_call(
         if fresh is not None and not isinstance(fresh, torch.Tensor):
             fresh = scalar(fresh, torch.device("cpu"))
         lines = [f"{label}\t{value}".replace("\n", " ") for label, value in facts.items()]
-        call = " ".join([_torch.group_name(group) for group in groups]), ranks(), name
+        call = " ".join([group.group_name for group in groups]), ranks(), name
         number = torch.ops.spanwise.compare_call(fresh, *call, "\n".join([*lines, sizes[0]]), sizes[1], [])
         return Compare(*call, number)
     if any(map(_torch.is_fake, tensors)):

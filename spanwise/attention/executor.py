@@ -185,7 +185,7 @@ def all_reduce(x: torch.Tensor, op: str, mesh: DeviceMesh, what: str) -> torch.T
     """
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            name = _torch.group_name(mesh.get_group(axis))
+            name = mesh.get_group(axis).group_name
             label = f"all-reduce of {what}"
             x = wait(start(label, name, _torch.start_all_reduce, x, op, name), label, name)
     return x

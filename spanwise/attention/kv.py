@@ -102,7 +102,7 @@ def kv_chunks(
             "decides what is kept; make the plan with keep_kv=True"
         )
     rows = (k, v) if compact is None else compact.rows
-    name = _torch.group_name(mesh.get_group(0))  # K/V travel between groups along the mesh's first axis
+    name = mesh.get_group(0).group_name  # K/V travel between groups along the mesh's first axis
     link = Link(name, local.num_ranks // local.inner, f"K/V, mask {mask!r}", call)
     remote, refetch = chunks[1:], None
     if not local.keep_kv:

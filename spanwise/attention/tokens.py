@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -104,19 +105,16 @@ def gather(
     else:
         x_BTx = x.movedim(dim, 0).unsqueeze(0)
     rest = x_BTx.shape[2:]
-    rows_BTF = x_BTx.flatten(2) if rest else x_BTx.unsqueeze(-1)
+    rows_BTF = x_BTx.reshape(*x_BTx.shape[:2], math.prod(rest))
     facts, sizes = {"side": side, "dtype": x.dtype}, (rows_BTF.shape[0], rows_BTF.shape[2])
     call = compare_call("unshard or roll", facts, mesh, [x], sizes=("rows", sizes), plan=local.digest)
     rows_RF = padded(rows_BTF, length, dim=1).flatten(0, 1)
     for axis in reversed(range(mesh.ndim)):  # the last axis first, so that ranks come in the order of their numbers
         own = (rows_RF[:, :0],)
-        link = Link(_torch.group_name(mesh.get_group(axis)), mesh.size(axis), "shards (unshard, roll)", eager(call))
+        link = Link(mesh.get_group(axis).group_name, mesh.size(axis), "shards (unshard, roll)", eager(call))
         (rows_RF,) = bring(rows_RF, [RankStep(None, None, own, own, kind=GATHERED)], link)
-    full_BSx = rows_RF.index_select(0, restore.flatten()).unflatten(0, (rows_BTF.shape[0], -1))
-    full_BSx = full_BSx.unflatten(-1, rest or (1,))
+    full_BSx = rows_RF.index_select(0, restore.flatten()).view(*restore.shape, *rest)
     (full_BSx,) = compare_backward((full_BSx,), call, travels=True)
-    if not rest:
-        full_BSx = full_BSx.squeeze(-1)
     if local.batched:
         assert batch_dim is not None
         return full_BSx.movedim((0, 1), (batch_dim, dim))

@@ -43,12 +43,6 @@ class Trade:
     num_ranks: int
     rows: int
 
-    @property
-    def num_tokens(self) -> int:
-        """S: tokens of the group."""
-        assert self.heads.order is not None
-        return self.heads.order.shape[0] // self.rows
-
 
 _torch.register_pytree_dataclass(Trade, static=("rank", "num_ranks", "rows"))
 
@@ -110,20 +104,6 @@ def to_heads(
     (q,) = _from_tokens(next(arriving_q), trade, batch, own, [q.shape[3]])
     k, v = _from_tokens(next(arriving_kv), kv_trade, batch, held, dims)
     return q, k, v
-
-
-def traded_like(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, trade: Trade, kv_trade: Trade | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tensors without memory, like q, k and v after the trade; ``ValueError`` if the heads do not divide for it."""
-    heads = q.shape[1] // trade.num_ranks, kv_heads_held(q.shape[1], k.shape[1], trade.num_ranks)
-    tokens = trade.num_tokens, (kv_trade or trade).num_tokens
-
-    def like(x: torch.Tensor, side: int) -> torch.Tensor:
-        made = x.detach().new_zeros(()).expand(x.shape[0], heads[side], tokens[side], x.shape[3])
-        return made if torch.compiler.is_compiling() else made.requires_grad_(x.requires_grad)
-
-    return like(q, 0), like(k, 1), like(v, 1)
 
 
 def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str, *, call: Compared | None = None) -> torch.Tensor:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanwise import _torch
-from spanwise.attention.kernels.merge import lse_dtype
 
 # Found by measuring; none changes results beyond rounding.
 _LONG = 512  # a run of keys that all rows read is a run of its own from this length on
@@ -179,7 +178,8 @@ def _mask_of(start: np.ndarray, end: np.ndarray, q: Tensor, k: Tensor, num_keys:
     """`Piece.bias` and `Piece.is_empty` of spans ``[N, R]`` or ``[B or 1, N, R]``; small ones are kept for a while."""
     group = q.shape[1] // k.shape[1]
     kept = _mask if start.size * group * num_keys <= _MOST_SCORES else _mask.__wrapped__
-    return kept(start.tobytes(), end.tobytes(), start.shape, start.dtype.str, num_keys, group, lse_dtype(q))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return kept(start.tobytes(), end.tobytes(), start.shape, start.dtype.str, num_keys, group, dtype)
 
 
 @functools.lru_cache(maxsize=16)  # tiles, layers, their forwards and backwards have the same few masks
@@ -198,7 +198,7 @@ def _mask(
 
 def alike(*tensors: Tensor) -> list[Tensor]:
     """The tensors in one dtype and with one head dim, as torch's kernel wants them."""
-    dtype, dim = lse_dtype(tensors[0]), max(x.shape[3] for x in tensors)
+    dtype, dim = torch.promote_types(tensors[0].dtype, torch.float32), max(x.shape[3] for x in tensors)
     padded = [(F.pad(x, (0, dim - x.shape[3])) if x.shape[3] < dim else x).to(dtype) for x in tensors]
     return [x if x.stride(3) == 1 else x.contiguous() for x in padded]
 

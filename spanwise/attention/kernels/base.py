@@ -144,7 +144,8 @@ class Kernel:
         """Raise ``ValueError`` where `attend`, or `max_logit` if asked for, would raise. Nothing has been sent yet.
 
         Args:
-            chunk: the chunk of the rank's own keys, k and v.
+            q, k, v: as the call got them: not flattened, and before ranks trade heads.
+            chunk: the chunk of the rank's own keys.
         """
         default = type(self).max_logit is Kernel.max_logit
         if max_logit and default and (q.device.type != "cpu" or options.score_mod is not None):
