@@ -185,17 +185,14 @@ class _Problem:
     @property
     def bound(self) -> float:
         """Seconds of a step without exchange, with perfect balance."""
-        model, compute = self.step.model, sum(self._linear().values())
+        model, area = self.step.model, self._area(self.all_documents)
+        compute = sum(self.step.compute(float(self.all_documents.sum()) / self.cp).values())
         for backward in (False, True):
-            area, dim = self._area(self.all_documents), model.head_dim
-            flops = attention_flops(area, model.heads, dim, dim, backward=backward) / (self.cp * self.step.tp)
+            flops = attention_flops(area, model.heads, model.head_dim, model.head_dim, backward=backward)
             again = 1.0 if backward else 1 + (self.step.recomputed == 1)
-            compute += again * self.step.hardware.attention_seconds(flops, backward=backward)
+            split = flops / (self.cp * self.step.tp)
+            compute += again * self.step.hardware.attention_seconds(split, backward=backward)
         return float(compute + self.step.sharding(compute))
-
-    def _linear(self) -> dict[str, float]:
-        """Seconds of a step by part, without attention."""
-        return self.step.compute(float(self.all_documents.sum()) / self.cp)
 
     def _area(self, documents: Int64) -> float:
         """Pairs of all layers."""
@@ -221,7 +218,8 @@ class _Problem:
             head_dim=model.head_dim, hardware=apart(step.hardware, step.tp), cu_seqlens=cu_seqlens,
         )  # fmt: skip
         seconds, again = plan.predict(), float(step.recomputed == 1)
-        parts, batches = self._linear(), self._area(self.all_documents) / self._area(self.documents)
+        parts = step.compute(float(self.all_documents.sum()) / self.cp)
+        batches = self._area(self.all_documents) / self._area(self.documents)
         parts["attention"] = batches * ((1 + again) * seconds["compute_forward"] + seconds["compute_backward"])
         exposed = (1 + again) * seconds["exposed_forward"] + seconds["exposed_backward"]
         parts["exchange"] = self.micro_batches * exposed

@@ -68,11 +68,8 @@ def read_model(config: Mapping[str, Any] | str | os.PathLike[str]) -> Model:
         raise ValueError(f"the model's config lacks {', '.join(missing)}; give a dict with Hugging Face's names")
     kinds = found.get("layer_types") or ["full_attention"] * found["num_hidden_layers"]
     experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if found.get(name)]
-    if experts or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"advice knows dense models with full or sliding attention, got {experts or sorted(set(kinds))}; measure "
-            f"candidates of make_plan(…, recurrences=…) instead"
-        )
+    if other := experts or sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"advice knows dense models with full or sliding attention, got {other}")
     layers, dim, heads, ffn, vocab = (found[name] for name in names)
     window = found.get("sliding_window")
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)

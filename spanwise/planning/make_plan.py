@@ -342,8 +342,8 @@ def _within_budget(plans: list[Plan], budget: int) -> list[Plan]:
     if not fitting:
         least = min(plans, key=lambda plan: plan.candidates[0].held)
         raise ValueError(
-            f"every plan considered holds more than memory_budget={budget:,} bytes for its exchange; the least is "
-            f"{_name(least)} with {least.candidates[0].held:,} bytes: allow more, use more ranks, or keep_kv=False"
+            f"every plan holds more than memory_budget={budget:,} bytes for its exchange; the least is {_name(least)} "
+            f"with {least.candidates[0].held:,} bytes"
         )
     return fitting
 
@@ -380,8 +380,7 @@ def _reason(plan: Plan, plans: list[Plan]) -> str:
         reason += "; no plan considered is more than 5 % faster"
     if shape := _nominal_shape(plan):
         heads, kv_heads, dim, _ = shape.values()
-        reason += f"; priced for {heads} query and {kv_heads} K/V heads of {dim}, since num_q_heads and head_dim were "
-        reason += "not both given"
+        reason += f"; priced for {heads} query and {kv_heads} K/V heads of {dim}, as none were given"
     return reason
 
 

@@ -179,8 +179,8 @@ def test_a_budget_picks_what_fits_and_names_the_least() -> None:
 
 def test_without_a_shape_auto_says_what_it_priced_with() -> None:
     plan = make_plan(DOCUMENTS, 8)
-    assert "were not both given" in plan.reason and plan.num_q_heads is None
-    assert "were not both given" not in make_plan(DOCUMENTS, 8, **SHAPE).reason
+    assert "as none were given" in plan.reason and plan.num_q_heads is None
+    assert "as none were given" not in make_plan(DOCUMENTS, 8, **SHAPE).reason
     assert "32 query and 8 K/V heads of 128" in plan.reason
     # Three ranks cannot share 32 heads: the next shape alike that they can.
     assert "36 query and 9 K/V heads of 128" in make_plan(DOCUMENTS, (4, 3)).reason
