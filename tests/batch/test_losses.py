@@ -148,7 +148,7 @@ def test_numbers_and_all_gradients_are_those_of_one_device(
 def test_weights_and_their_sum(of_logits: bool, num_valid: Any) -> None:
     """Equal weights are none, no weight is a loss of 0, and a number given in place of the sum is used."""
     hidden, weight, _, labels = problem()
-    weights, valid = torch.rand(13) * 0.01, labels != -100
+    weights, valid = torch.linspace(0.001, 0.01, 13, dtype=torch.float64), labels != -100
     loss_of = F.cross_entropy(hidden @ weight.T, labels, reduction="none") * weights
     expected = loss_of.sum() / (weights[valid].sum() if num_valid is None else num_valid)
 
