@@ -40,7 +40,8 @@ def packed_attention(
         plan: of one batch row. If it was made with a `Packing` that has padding, rows of q, k, v in padding may hold
             anything, NaN included.
         mesh, return_aux: as in `context_parallel_attention`.
-        options: mask_name, scale, kernel, score_mod, softcap and sinks, as there.
+        options: mask_name, scale, kernel, score_mod, softcap, sinks and expand, as there; `expand` gets and gives
+            ``[1, heads, tokens, dim]``.
 
     Returns:
         out ``[T, Hq, Dv]``, or ``(out, Aux)`` with lse ``[Hq, T]`` and max_logit ``[Hq]``. A row in padding, or without

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,7 @@ def verify(
     mesh: DeviceMesh | None,
     *,
     inputs: Sequence[torch.Tensor] | Mapping[str, Any] | None = None,
-    plan_name: str = "plan",
+    plan_name: str | None = None,
     dim: int | None = None,
     mask_name: str = "default",
     dtype: torch.dtype = torch.float32,
@@ -102,12 +103,13 @@ def verify(
     """Check a sharded attention call, or a whole model, against one device. Call it on every rank.
 
     Without `inputs`, `fn_or_model` is an attention call on BHSD shards, ``fn(q, k, v, plan)``, or a `ContextParallel`
-    module. It is compared with dense float64 attention under the plan's mask. Padding of the plan's packing must give
-    zeros, and is not probed. In cross attention the probed tokens are keys.
+    module. A parameter named plan, block_mask or attn_mask gets the plan, one named mesh the mesh. It is compared with
+    dense float64 attention under the plan's mask. Padding of the plan's packing must give zeros, and is not probed. In
+    cross attention the probed tokens are keys.
 
     With `inputs`, it is a model ``fn(*input_shards, plan)``, or ``fn(**input_shards, plan=plan)`` for inputs by name.
-    It returns ``[B, T, …]``, or an object with ``logits``. It is compared with itself under a plan of one rank, and a
-    token may reach a row over several layers.
+    It returns ``[B, T, …]``, an object with ``logits``, or a tuple that begins with the output. It is compared with
+    itself under a plan of one rank, and a token may reach a row over several layers.
 
     Args:
         plan: the plan to prove.
@@ -115,7 +117,7 @@ def verify(
         inputs: whole tensors, equal on all ranks, in the order of the arguments or by name; floating ones get
             gradients. By name, what is no tensor passes through, and the probe leaves ``"position_ids"`` and
             ``"attention_mask"`` as they are.
-        plan_name: argument that takes the plan where inputs have names.
+        plan_name: argument that takes the plan, where it has another name.
         dim: sequence dim of inputs and output; default 2 without `inputs`, else 1.
         mask_name: which of the plan's masks the call uses; a model may use them all where none has this name.
         dtype: of the generated q, k, v. Shapes follow the plan's heads (default 4 heads of 16, or the next number that
@@ -161,12 +163,18 @@ def verify(
     local = plan.local(mesh)
     given = {key: x.detach().to(local.tokens.device) for key, x in given.items()}
 
+    known = inspect.signature(getattr(fn_or_model, "forward", fn_or_model)).parameters
+    named = plan_name or next((name for name in ("plan", "block_mask", "attn_mask") if name in known), None)
+
     def call(values: Sequence[torch.Tensor], local: RankPlan) -> torch.Tensor:
-        if isinstance(inputs, Mapping):
-            result = fn_or_model(**dict(zip(given, values, strict=True)), **fixed, **{plan_name: local})
+        by_name = dict(zip(given, values, strict=True)) | fixed if isinstance(inputs, Mapping) else {}
+        if named or by_name:
+            by_name |= {named or "plan": local}
+            by_name |= {"mesh": mesh if local.num_ranks > 1 else None} if "mesh" in known else {}
+            result = fn_or_model(*([] if isinstance(inputs, Mapping) else values), **by_name)
         else:
             result = fn_or_model(*values, local)
-        result = getattr(result, "logits", result)
+        result = result[0] if isinstance(result, tuple) else getattr(result, "logits", result)
         if not isinstance(result, torch.Tensor):
             raise ValueError(f"verify compares one tensor, or logits; the function returned a {type(result).__name__}")
         return result

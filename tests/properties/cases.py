@@ -95,7 +95,7 @@ class Case:
 
     @property
     def packed(self) -> bool:
-        return self.packing is not None and not self.latents
+        return self.packing is not None
 
 
 def plan_of(case: Case) -> Plan:

@@ -112,6 +112,8 @@ RIGHT: dict[str, tuple[Any, spanwise.Plan, dict[str, Any], set[str]]] = {
     # The residual stream goes on in padding; only attention is zero there.
     "a model, padded": (Model, packed(PADDED, 2, "ring"), STREAM | {"num_probes": 40}, INPUTS),
     "names": (Named, plan_of(3), NAMED, PARAMETERS),
+    "plan and mesh by name, a tuple": (
+        lambda _: lambda q, k, v, *, block_mask, mesh: (attend(q, k, v, block_mask, mesh), None), plan_of(2), {}, QKV),
 }  # fmt: skip
 
 
