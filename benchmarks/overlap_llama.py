@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from benchmarks.overlap_zoo import CALIBRATED, LLAMA_8B, case_of
+from benchmarks.overlap_zoo import CALIBRATED, case_of
 from benchmarks.publish import Result, main
+from benchmarks.zoo_graphs import LLAMA_8B
 from spanwise.hardware import H100
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.roofline import CostModel

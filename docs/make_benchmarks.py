@@ -167,11 +167,22 @@ def public_graphs() -> str:
 
 def zoo() -> str:
     header = ["order / compared with", "cases", "longer", "worst", "mean"]
+    found = load("overlap-zoo")
     body = [
-        [pair, str(found["cases"]), str(found["longer"]), f"{found['worst']:.3f}", f"{found['mean']:.3f}"]
-        for pair, found in load("overlap-zoo")["summary"].items()
+        [pair, str(row["cases"]), str(row["longer"]), f"{row['worst']:.3f}", f"{row['mean']:.3f}"]
+        for pair, row in found["summary"].items()
     ]
-    return table(header, body)
+    lines = ["CPU time:", ""]
+    for ours, theirs in (("spanwise", "PyTorch"), ("spanwise, buckets", "PyTorch, buckets")):
+        small = max(case["orders"][ours]["seconds"] for case in found["cases"] if case["nodes"] < 500)
+        large = [case["orders"] for case in found["cases"] if case["nodes"] > 2_000 and theirs in case["orders"]]
+        ratios = [orders[ours]["seconds"] / orders[theirs]["seconds"] for orders in large]
+        mean = sum(ratios) / len(ratios)
+        lines.append(
+            f"- {ours}: at most {small:.2f} s below 500 nodes; above 2,000 nodes {mean:.2f} of {theirs}'s in the mean, "
+            f"at most {max(ratios):.2f}"
+        )
+    return table(header, body) + "\n\n" + "\n".join(lines)
 
 
 def noise() -> str:

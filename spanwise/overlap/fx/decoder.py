@@ -153,9 +153,9 @@ class Decoder:
         row = tokens - self.tp.index * table.shape[0]
         foreign = (row < 0) | (row >= table.shape[0])
         embedded = F.embedding(row.masked_fill(foreign, 0), table).masked_fill(foreign.unsqueeze(-1), 0)
-        x_TBD = _scattered(embedded, self.tp)
+        x_TBD = scattered(embedded, self.tp)
         x_TBD = self._layers(x_TBD, cos, sin, shards, attend)
-        h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
+        h_SBD = gathered(self._norm(x_TBD, shards), self.tp)
         logits = h_SBD @ self._parameter(shards).t()
         return (_cross_entropy(logits.flatten(0, 1), labels.flatten(), self.tp),)
 
@@ -164,15 +164,15 @@ class Decoder:
     ) -> torch.Tensor:
         heads = -1, self.config.head_dim
         for _ in range(self.config.layers):
-            h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
+            h_SBD = gathered(self._norm(x_TBD, shards), self.tp)
             q, k, v = ((h_SBD @ self._parameter(shards).t()).unflatten(-1, heads) for _ in range(3))
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
             out_BNSH = attend(*(t_SBNH.permute(1, 2, 0, 3) for t_SBNH in (q, k, v)))
             out = out_BNSH.permute(2, 0, 1, 3).flatten(2)
-            x_TBD = x_TBD + _scattered(out @ self._parameter(shards).t(), self.tp)
-            h_SBD = _gathered(self._norm(x_TBD, shards), self.tp)
+            x_TBD = x_TBD + scattered(out @ self._parameter(shards).t(), self.tp)
+            h_SBD = gathered(self._norm(x_TBD, shards), self.tp)
             gate, up = (h_SBD @ self._parameter(shards).t() for _ in range(2))
-            x_TBD = x_TBD + _scattered((F.silu(gate) * up) @ self._parameter(shards).t(), self.tp)
+            x_TBD = x_TBD + scattered((F.silu(gate) * up) @ self._parameter(shards).t(), self.tp)
         return x_TBD
 
     def _parameter(self, shards: Iterator[torch.Tensor], *, replicated: bool = False) -> torch.Tensor:
@@ -180,11 +180,11 @@ class Decoder:
         shard = next(shards)
 
         def gather(x: torch.Tensor, dp: Axis) -> torch.Tensor:
-            return _all_gather(x.to(self.config.dtype), dp)
+            return all_gather(x.to(self.config.dtype), dp)
 
         def reduce(grad: torch.Tensor, dp: Axis) -> torch.Tensor:
-            grad = _all_reduce(grad, self.tp) if replicated else grad
-            return _reduce_scatter(grad.to(shard.dtype), dp) / dp.size
+            grad = all_reduce(grad, self.tp) if replicated else grad
+            return reduce_scatter(grad.to(shard.dtype), dp) / dp.size
 
         return Moved.apply(shard, self.dp, gather, reduce)
 
@@ -214,15 +214,15 @@ def flash(device: str) -> Attention:
     return attend
 
 
-def _all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _torch.wait(_torch.start_all_gather(x, axis.size, axis.name)) if axis.size > 1 else x
 
 
-def _reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _torch.wait(_torch.start_reduce_scatter(x, axis.size, axis.name)) if axis.size > 1 else x
 
 
-def _all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     return _torch.wait(_torch.start_all_reduce(x, op, axis.name)) if axis.size > 1 else x
 
 
@@ -242,24 +242,24 @@ class Moved(torch.autograd.Function):
         return ctx.back(grad, ctx.axis), None, None, None
 
 
-def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Gather dim 0 of all ranks; the gradient is reduce-scattered."""
-    return Moved.apply(x, axis, _all_gather, _reduce_scatter)
+    return Moved.apply(x, axis, all_gather, reduce_scatter)
 
 
-def _scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over all ranks and keep this rank's part of dim 0; the gradient is gathered."""
-    return Moved.apply(x, axis, _reduce_scatter, _all_gather)
+    return Moved.apply(x, axis, reduce_scatter, all_gather)
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tp: Axis) -> torch.Tensor:
     """Mean cross-entropy of logits ``[tokens, vocab / tp]``; only maxima, sums and targets travel."""
 
     def summed(x: torch.Tensor) -> torch.Tensor:  # every rank has the loss, and so its gradient
-        return Moved.apply(x, tp, _all_reduce, lambda grad, axis: grad)
+        return Moved.apply(x, tp, all_reduce, lambda grad, axis: grad)
 
     x = logits.to(_full_precision(logits.dtype))
-    top = _all_reduce(x.detach().amax(-1), tp, "max")
+    top = all_reduce(x.detach().amax(-1), tp, "max")
     total = summed((x - top.unsqueeze(-1)).exp().sum(-1))
     row = labels - tp.index * x.shape[1]
     foreign = (row < 0) | (row >= x.shape[1])
