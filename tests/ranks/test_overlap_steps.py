@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from spanwise import overlap
 from spanwise.overlap import _torch
@@ -22,13 +25,102 @@ from spanwise.overlap.fx.operators import MESSAGES
 from tests.overlap.pipelines import Stage
 from tests.overlap.programs import Cost
 from tests.overlap.test_bucketing import merge
-from tests.ranks import steps
 from tests.ranks.gloo import GlooPool
+from tests.ranks.test_overlap_backend import Gathered
 
 pytestmark = pytest.mark.compiles
 
 OPS = torch.ops._c10d_functional
 SLACK = 64  # bytes of constants in the graph, which are not counted
+Traced = tuple[fx.GraphModule, tuple[Any, ...]]
+
+# ---------------------------------------------------------------- whole steps, each one graph, and their arguments
+
+
+def trace(step: Callable[..., Any], *args: Any, mode: str = "fake") -> Traced:
+    return make_fx(step, tracing_mode=mode)(*args), args
+
+
+def drawn(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw) / 4 for shape in shapes]
+
+
+def sharded(mesh: DeviceMesh) -> Traced:
+    """Parameters are gathered, gradients clipped by their norm over all ranks, and Adam writes in place."""
+    name, size, rank = _torch.group_name(mesh.get_group()), mesh.size(), mesh.get_local_rank()
+    shards = drawn(0, (32 // size, 16), (32 // size, 32), (16 // size, 32))
+    means, squares = ([torch.zeros_like(x) for x in shards] for _ in range(2))
+
+    def step(shards: list[Any], means: list[Any], squares: list[Any], x: torch.Tensor) -> torch.Tensor:
+        given = [shard.detach().requires_grad_() for shard in shards]
+        for shard in given:
+            x = F.gelu(x @ Gathered.apply(shard, mesh).t())
+        loss = x.square().mean()
+        grads = list(torch.autograd.grad(loss, given))
+        norm = torch.stack(torch._foreach_norm(grads)).square().sum()
+        norm = _torch.wait(_torch.start_all_reduce(norm, "sum", name)).sqrt()
+        torch._foreach_mul_(grads, torch.clamp(0.1 / norm, max=1.0))
+        torch._foreach_lerp_(means, grads, 0.1)
+        torch._foreach_mul_(squares, 0.99)
+        torch._foreach_addcmul_(squares, grads, grads, 0.01)
+        scale = torch._foreach_sqrt(squares)
+        torch._foreach_add_(scale, 1e-8)
+        torch._foreach_addcdiv_(shards, means, scale, -1e-2)
+        return loss.detach()
+
+    return trace(step, shards, means, squares, *drawn(1 + rank, (8, 16)))
+
+
+def functionalized(mesh: DeviceMesh) -> Traced:
+    """The same without writes and views but the ``copy_`` of each input at the end."""
+    gm, args = sharded(mesh)
+    flat, spec = pytree.tree_flatten(args)
+    inner = make_fx(lambda *flat: gm(*pytree.tree_unflatten(list(flat), spec)), tracing_mode="fake")
+    functional = functionalize(inner(*flat), remove="mutations_and_views")
+    return trace(lambda *flat: functional(*flat), *flat)
+
+
+def two_steps(mesh: DeviceMesh) -> Traced:
+    """Two steps in one graph, with checkpointed layers: the second step gathers what the first has written."""
+
+    def layer(x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        return F.dropout(F.gelu(x @ Gathered.apply(shard, mesh).t()), 0.2)
+
+    def step(shards: list[Any], x: torch.Tensor) -> Any:
+        for part in x.chunk(2):
+            given = [shard.detach().requires_grad_() for shard in shards]
+            for shard in given:
+                part = checkpoint(layer, part, shard, use_reentrant=False)
+            torch._foreach_add_(shards, torch.autograd.grad(part.square().mean(), given), alpha=-0.1)
+        return shards
+
+    return trace(step, drawn(0, *[(16 // mesh.size(), 16)] * 3), *drawn(1 + mesh.get_local_rank(), (8, 16)))
+
+
+def updates_travel(mesh: DeviceMesh) -> Traced:
+    """Gradients are scattered, a part of each parameter is updated, and the new parameters are gathered (ZeRO-1).
+
+    Traced with real tensors.
+    """
+    name, size, rank = _torch.group_name(mesh.get_group()), mesh.size(), mesh.get_local_rank()
+
+    def step(params: list[Any], means: list[Any], x: torch.Tensor) -> Any:
+        given = [p.detach().requires_grad_() for p in params]
+        for p in given:
+            x = F.gelu(x @ p.t())
+        loss = x.square().mean()
+        for p, grad, mean in zip(params, torch.autograd.grad(loss, given), means, strict=True):
+            mean.lerp_(_torch.wait(_torch.start_reduce_scatter(grad.contiguous(), size, name)), 0.1)
+            part = (p.chunk(size)[rank] - 0.1 * mean).contiguous()
+            p.copy_(_torch.wait(_torch.start_all_gather(part, size, name)))
+        return loss.detach(), params
+
+    params, means = drawn(0, *[(16, 16)] * 4), [torch.zeros(16 // size, 16) for _ in range(4)]
+    return trace(step, params, means, *drawn(1 + rank, (8, 16)), mode="real")
+
+
+# ---------------------------------------------------------------- scheduled
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -67,10 +159,10 @@ def most_bytes(gm: fx.GraphModule, args: Any, enough: int) -> int:
     return min(peaks)
 
 
-def scheduled(rank: int, mesh: DeviceMesh, names: Sequence[str]) -> list[dict[str, Any]]:
+def scheduled(rank: int, mesh: DeviceMesh, makes: Sequence[Callable[..., Traced]]) -> list[dict[str, Any]]:
     found = []
-    for name in names:
-        gm, args = steps.STEPS[name](mesh)
+    for make in makes:
+        (gm, args), name = make(mesh), make.__name__
         expected, given = run(gm, args), tensors(args)
         for bucket, budget in ((False, None), (True, overlap.simulate(gm, Cost()).peak_bytes)):
             results: list[overlap.Result] = []
@@ -93,16 +185,9 @@ def scheduled(rank: int, mesh: DeviceMesh, names: Sequence[str]) -> list[dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "names"),
-    [
-        (2, ("functionalized", "tensor_parallel", "two_steps", "updates_travel")),
-        (4, ("simple_fsdp",)),
-        pytest.param(4, tuple(steps.STEPS), marks=pytest.mark.slow),
-    ],
-)
-def test_a_scheduled_step_is_the_step(gloo_pool: GlooPool, num_ranks: int, names: Sequence[str]) -> None:
-    for answer in gloo_pool.run(num_ranks, scheduled, names):
+@pytest.mark.parametrize(("num_ranks", "makes"), [(2, (functionalized, two_steps, updates_travel)), (4, (sharded,))])
+def test_a_scheduled_step_is_the_step(gloo_pool: GlooPool, num_ranks: int, makes: Sequence[Any]) -> None:
+    for answer in gloo_pool.run(num_ranks, scheduled, makes):
         assert all(found["over"] <= 0 for found in answer), answer
         assert any(found["launches"] < 1 for found in answer)
 
