@@ -255,10 +255,10 @@ def local_of(
     ``ValueError`` unless they belong together, and to this rank.
     """
     local = plan if isinstance(plan, RankPlan) else local_plan(plan, mesh, device, kernel=kernel)
+    check_mesh(mesh)
     if mesh is None or mesh is local.mesh:
         mesh = local.mesh
     elif local.num_ranks > 1 and local.mesh is not None and mesh != local.mesh:
-        check_mesh(mesh)
         raise ValueError(f"the rank plan has the mesh {local.mesh}, the call {mesh}; leave mesh out")
     if local.num_ranks > 1 and (rank := rank_on(mesh, local.num_ranks, local.inner)) != local.rank:
         raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")

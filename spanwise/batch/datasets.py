@@ -89,7 +89,7 @@ class GlobalBatchDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: `state` is of other batches, or lies behind the last epoch.
         """
-        if not isinstance(state, Mapping) or state.get("config") != self.config:
+        if not isinstance(state, Mapping) or state.get("config") != self.config or "position" not in state:
             raise ValueError(f"the state is of other batches, and not of these arguments: {state!r}")
         position = check_index(state["position"], "position")
         if position < 0 or (self.end is not None and position > self.end):

@@ -267,6 +267,8 @@ def shard_batch(
 
 def _tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int) -> dict[str, Any]:
     """The tensors of the batch that are cut, after all checks; not those without dims."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"shard_batch takes a mapping of names to tensors, got a {type(batch).__name__}")
     tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and x.dim() > 0}
     for name, x in batch.items():
         if x is not None and not isinstance(x, (bool, int, float, str, torch.Tensor)):

@@ -161,7 +161,7 @@ def make_plan(
         raise ValueError(f"recurrences must map names to spanwise.Recurrence objects, got {recurrences!r}")
     fields = given | {
         "masks": masks, "dtype": name, "itemsize": _ITEMSIZES[name], "hardware": hardware, "packing": packing,
-        "recurrences": dict(recurrences or {}) or None,
+        "recurrences": {str(name): each for name, each in (recurrences or {}).items()} or None,
     }  # fmt: skip
     problem = balancers.problem_of(masks, weights, check_positive(block_size, "block_size"), cu_seqlens, packing)
     plans = _Search(fields, levels, chosen, stages, keep_kv, budget, problem).plans(balancer)

@@ -261,6 +261,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: of_six(SIX, position_ids=torch.zeros(3, 2, 5)), r"\(3, 2, 5\)"),
     (lambda: shard_batch({"a": 1, "b": None}, SIX), "no tensor"),
     (lambda: roll(IDS, 1, None), "Plan or RankPlan"),
+    (lambda: shard_batch(None, SIX), "NoneType"),
+    (lambda: spanwise.shard(ONE.local(None), FLAT, 0), "mesh must be"),
     (lambda: shard_batch(SIX, {"input_ids": IDS}), "Plan or RankPlan"),
 ]  # fmt: skip
 
