@@ -30,7 +30,7 @@ from torch import fx
 
 from benchmarks.overlap_zoo import CALIBRATED, case_of
 from benchmarks.publish import Result, main
-from benchmarks.zoo_graphs import LLAMA_8B
+from benchmarks.zoo_graphs import LLAMA_8B, ranks_of
 from spanwise.hardware import H100
 from spanwise.overlap.bounds import lower_bounds
 from spanwise.overlap.costs.roofline import CostModel
@@ -54,16 +54,11 @@ def _graphs(quick: bool) -> Iterator[tuple[Result, fx.GraphModule, Graphs]]:
             yield {"graph": name, "batch": batch, "layers": layers}, getattr(graphs, name), graphs
 
 
-def _ranks(graphs: Graphs) -> dict[str, tuple[int, ...]]:
-    return {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
-
-
 def peers(quick: bool = False) -> Result:
     found: Result = {"torch": torch.__version__, "rows": [], "noise": []}
     for about, gm, graphs in _graphs(quick):
-        case = case_of(gm, CALIBRATED, _ranks(graphs))
-        lines = case.timelines
-        for order, figures in case.orders.items():
+        row, lines = case_of(gm, CALIBRATED, ranks_of(graphs.axes))
+        for order, figures in row["orders"].items():
             bound = lower_bounds(lines[order].dag).makespan
             found["rows"].append(about | {"order": order, **figures, "bound": bound})
         noise = noise_of(lines["own"].dag, lines["PyTorch"], lines["spanwise"])
@@ -91,7 +86,7 @@ def split(quick: bool = False) -> Result:
     """Each graph whole and in pieces; only collectives of activations, those of tp, may be cut."""
     rows = []
     for about, gm, graphs in _graphs(quick):
-        model = CostModel(CALIBRATED, ranks=_ranks(graphs))
+        model = CostModel(CALIBRATED, ranks=ranks_of(graphs.axes))
         whole, cut = optimize(gm, model), optimize(gm, model, split=True)
         dag = whole.timeline.dag
         assert cut.split is not None

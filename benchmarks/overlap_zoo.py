@@ -17,7 +17,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -33,9 +32,8 @@ from spanwise.overlap.fx.operators import MESSAGES
 from spanwise.overlap.optimize import optimize
 from spanwise.overlap.pytorch_pass import pytorch_order
 
-# The preset with less of the data sheet reached, as in a training run rather than a benchmark of one kernel. Assumed:
-# 600 of 989 TFLOP/s in matrix products, 2.5 of 3.35 TB/s; in collectives 350 of the 450 GB/s that NVLink has each way,
-# 45 of the 50 GB/s of a 400 Gb/s card for each GPU, and 10 and 20 µs.
+# The preset with less of the data sheet reached, as in a training run. Assumed: 600 of 989 TFLOP/s in matrix products,
+# 2.5 of 3.35 TB/s, 350 of NVLink's 450 GB/s each way, 45 of 50 GB/s of a 400 Gb/s card for each GPU, 10 and 20 µs.
 CALIBRATED = dataclasses.replace(
     H100, name="H100, sustained", matmul_flops=600e12, memory_bandwidth=2.5e12,
     links=(Link(350e9, 10e-6, ranks=8), Link(45e9, 20e-6)), source=f"{H100.source}; sustained rates assumed",
@@ -45,44 +43,28 @@ LINKS = {
     "middle": dataclasses.replace(CALIBRATED, links=(Link(200e9, 10e-6, ranks=8), Link(12e9, 30e-6))),
     "slow": dataclasses.replace(CALIBRATED, links=(Link(25e9, 15e-6, ranks=8), Link(3e9, 50e-6))),
 }
-MARGIN = 1.005
+MARGIN, Timelines = 1.005, dict[str, Timeline]
 PAIRS = (
-    ("spanwise", "own"), ("spanwise", "PyTorch"), ("spanwise, buckets", "PyTorch, buckets"),
-    ("spanwise", "PyTorch, messages swapped"), ("spanwise", "bound"), ("spanwise, buckets", "bound"),
-    ("PyTorch", "bound"),
+    ("spanwise", "own"), ("spanwise", "PyTorch"), ("spanwise, buckets", "PyTorch, buckets"), ("spanwise", "bound"),
+    ("spanwise", "PyTorch, messages swapped"), ("spanwise, buckets", "bound"), ("PyTorch", "bound"),
 )  # fmt: skip
 
 
-class Case(NamedTuple):
-    """A graph on one network: its lower bound in milliseconds, and all orders.
-
-    An order has `makespan` and `exposed` in milliseconds, `peak` in gigabytes, `launches` of collectives, and the CPU
-    `seconds` of its pass.
-    """
-
-    nodes: int
-    bound: float
-    orders: dict[str, dict[str, float]]
-    timelines: dict[str, Timeline]
-
-
-def case_of(gm: fx.GraphModule, hardware: Hardware, ranks: Mapping[str, Sequence[int]], *, peers: bool = True) -> Case:
-    """All orders of one graph."""
+def case_of(gm: fx.GraphModule, hardware: Hardware, ranks: Mapping[str, Sequence[int]]) -> tuple[Result, Timelines]:
+    """A graph's nodes, bound in ms and orders: ms, gigabytes, launches, CPU seconds of the pass; and all timelines."""
     cost = CostModel(hardware, ranks=ranks)
     dag = to_dag(gm, cost).dag
-    peers_of = {node.name: node.args[1] for node in gm.graph.nodes if node.target in MESSAGES}
+    peers = {node.name: node.args[1] for node in gm.graph.nodes if node.target in MESSAGES}
     found = {"own": (simulate(dag), 0.0)}
     for bucket in (False, True):
-        suffix = ", buckets" if bucket else ""
-        if peers:
-            with contextlib.suppress(RuntimeError):  # it refuses graphs in which its own buckets wait for one another
-                theirs, seconds = pytorch_order(gm, cost, cost.latency, ranks=ranks, bucket=bucket)
-                sent = [name for i in theirs.order.tolist() if (name := theirs.dag.nodes[i].name) in peers_of]
-                swapped = sorted(sent, key=peers_of.get) != sorted(peers_of, key=peers_of.get)  # to one peer
-                found["PyTorch" + ", messages swapped" * swapped + suffix] = theirs, seconds
+        with contextlib.suppress(RuntimeError):  # it refuses graphs in which its own buckets wait for one another
+            theirs, seconds = pytorch_order(gm, cost, cost.latency, ranks=ranks, bucket=bucket)
+            sent = [name for i in theirs.order.tolist() if (name := theirs.dag.nodes[i].name) in peers]
+            swapped = sorted(sent, key=peers.get) != sorted(peers, key=peers.get)  # those to one peer
+            found["PyTorch" + ", messages swapped" * swapped + ", buckets" * bucket] = theirs, seconds
         began = time.process_time()
-        timeline = optimize(gm, cost, bucket=bucket).timeline
-        found[f"spanwise{suffix}"] = timeline, time.process_time() - began
+        result = optimize(gm, cost, bucket=bucket)
+        found["spanwise" + ", buckets" * bucket] = result.timeline, time.process_time() - began
     orders = {
         name: {
             "makespan": each.makespan, "exposed": each.exposed_ms, "peak": each.peak_bytes / 1e9,
@@ -90,43 +72,40 @@ def case_of(gm: fx.GraphModule, hardware: Hardware, ranks: Mapping[str, Sequence
         }
         for name, (each, seconds) in found.items()
     }  # fmt: skip
-    timelines = {name: timeline for name, (timeline, _) in found.items()}
-    return Case(len(gm.graph.nodes), lower_bounds(dag).makespan, orders, timelines)
+    row = {"nodes": len(gm.graph.nodes), "bound": lower_bounds(dag).makespan, "orders": orders}
+    return row, {name: timeline for name, (timeline, _) in found.items()}
 
 
-def cases(families: Sequence[str], links: Sequence[str], *, peers: bool = True) -> Iterator[tuple[str, str, str, Case]]:
-    """Family, graph, network and orders of all graphs with collectives."""
+def cases(families: Sequence[str], links: Sequence[str]) -> Iterator[Result]:
+    """Rows of all graphs with collectives."""
     for family in families:
         graphs, ranks = FAMILIES[family]()
         gc.collect()
         gc.freeze()  # a collection of what tracing left takes seconds, in whichever pass it falls
         for (graph, gm), network in itertools.product(graphs.items(), links):
             if any("c10d" in str(node.target) for node in gm.graph.nodes):
-                yield family, graph, network, case_of(gm, LINKS[network], ranks, peers=peers)
+                yield {"family": family, "graph": graph, "links": network, **case_of(gm, LINKS[network], ranks)[0]}
 
 
-def losses(found: Sequence[Case]) -> dict[str, dict[str, float]]:
+def losses(rows: Sequence[Result]) -> dict[str, dict[str, float]]:
     """Of each pair of orders: cases, in how many ours is longer by more than `MARGIN`, the worst ratio, the mean."""
-    rows = {}
+    found = {}
     for ours, theirs in PAIRS:
-        times = [{"bound": case.bound} | {name: one["makespan"] for name, one in case.orders.items()} for case in found]
+        times = [{"bound": row["bound"]} | {name: of["makespan"] for name, of in row["orders"].items()} for row in rows]
         ratios = [of[ours] / of[theirs] for of in times if of.keys() >= {ours, theirs}]
         if ratios:
             over = sum(ratio > MARGIN for ratio in ratios)
             mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
-            rows[f"{ours} / {theirs}"] = {"cases": len(ratios), "longer": over, "worst": max(ratios), "mean": mean}
-    return rows
+            found[f"{ours} / {theirs}"] = {"cases": len(ratios), "longer": over, "worst": max(ratios), "mean": mean}
+    return found
 
 
 def zoo(quick: bool = False) -> Result:
-    rows, found = [], []
-    for family, graph, links, case in cases(["dlrm"] if quick else list(FAMILIES), list(LINKS)):
-        found.append(case)
-        about = {"family": family, "graph": graph, "links": links, "nodes": case.nodes, "bound": case.bound}
-        rows.append(about | {"orders": case.orders})
-        ratios = {what: round(order["makespan"] / case.bound, 3) for what, order in case.orders.items()}
-        print(f"{family}, {graph}, {links}, {case.nodes} nodes, over the bound: {ratios}", flush=True)
-    return {"torch": torch.__version__, "summary": losses(found), "cases": rows}
+    rows = []
+    for row in cases(["dlrm"] if quick else list(FAMILIES), list(LINKS)):
+        rows.append(row)
+        print(*(row[key] for key in ("family", "graph", "links", "nodes")), flush=True)
+    return {"torch": torch.__version__, "summary": losses(rows), "cases": rows}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
     python -m benchmarks.path_lengths --out path-lengths.json
 
-Counted are functions of spanwise: files, changes from one file to another, and classes whose methods run. Attention
-runs on two gloo processes with exchange "needed"; its third call is counted, when what is made once exists.
+Files, changes from one to another, classes whose methods run. Attention: the third call on two gloo processes.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,26 +21,19 @@ from torch.distributed.device_mesh import init_device_mesh
 import spanwise
 from benchmarks.publish import Result, main
 
-ROOT, SHAPE = str(Path(spanwise.__file__).parent), {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SHAPE = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
 
 def path_of(act: Callable[[], Any]) -> Result:
-    calls: list[Any] = []
-
-    def record(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
-            calls.append(frame.f_code)
-
-    sys.setprofile(record)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    files = [code.co_filename.removeprefix(ROOT) for code in calls]
-    owners = {getattr(code, "co_qualname", "").split(".")[0] for code in calls}  # Python 3.11
-    classes = sorted(owner for owner in owners if owner.lstrip("_")[:1].isupper())
-    changes, path = sum(a != b for a, b in itertools.pairwise(files)), list(dict.fromkeys(files))
-    return {"files": len(path), "changes": changes, "classes": classes, "calls": len(files), "path": path}
+    codes: list[Any] = []
+    sys.setprofile(lambda frame, event, _: codes.append(frame.f_code) if event == "call" else None)
+    act()
+    sys.setprofile(None)
+    codes = [code for code in codes if code.co_filename.startswith(spanwise.__file__.removesuffix("__init__.py"))]
+    files = [code.co_filename for code in codes]
+    owners = sorted({getattr(code, "co_qualname", "").split(".")[0] for code in codes})  # Python 3.11
+    classes = [owner for owner in owners if owner.lstrip("_")[:1].isupper()]
+    return {"files": len(set(files)), "changes": sum(a != b for a, b in itertools.pairwise(files)), "classes": classes}
 
 
 def attention(rank: int, store: str) -> Result:

@@ -29,28 +29,24 @@ from spanwise.overlap.fx.decoder import Axis, Moved, all_gather, all_reduce, gat
 BF16, INT = torch.bfloat16, torch.int64
 OPS = _torch.functional_collectives
 Axes = Mapping[str, Axis]
-Traced = tuple[dict[str, fx.GraphModule], dict[str, Sequence[int]]]
-"""Graphs of one step by name, and the ranks of their groups."""
+Traced = tuple[dict[str, fx.GraphModule], dict[str, Sequence[int]]]  # graphs of a step, ranks of their groups
 
 
 def trace(
-    make: Callable[[Axes], nn.Module], groups: Mapping[str, Sequence[int]], inputs: Mapping[str, Any], *,
+    make: Callable[[Axes], nn.Module], groups: Mapping[str, Sequence[int]], inputs: Mapping[str, Any],
     gathers: str = "dp", microbatches: int = 0, own: Sequence[str] = ("every", "dp", "replicas"),
 ) -> Traced:  # fmt: skip
     """The graphs of a training step, on a rank that is in all of its groups.
 
     Args:
-        make: the module; its (first) output is the loss, or what a stage of a pipeline sends.
-        groups: ranks by label. Parameters are sharded over "dp", and their gradients summed over "replicas", too; along
-            "pp" are the stages of a pipeline, of which the module is one in the middle.
-        inputs: dtype and shape of each argument of the forward.
-        gathers: label of the group whose gathers the backward repeats.
+        make: the module; its (first) output is the loss, or what it sends as a stage in the middle of a pipeline, "pp".
+        groups: ranks by label; parameters are sharded over "dp", and their gradients summed over "replicas", too.
+        inputs: dtypes and shapes. gathers: label of the group whose gathers the backward repeats.
         microbatches: their forwards, backwards and AdamW are one graph; 0: a forward and a backward are two graphs.
         own: a word in the names of other modules, and labels for their parameters in place of "dp" and "replicas".
     """
-    rank = min(set.intersection(*map(set, groups.values())))
-    size = 1 + max(map(max, groups.values()))
-    dist.init_process_group("fake", rank=rank, world_size=size, store=_torch.fake_store())
+    rank, last = min(set.intersection(*map(set, groups.values()))), max(map(max, groups.values()))
+    dist.init_process_group("fake", rank=rank, world_size=last + 1, store=_torch.fake_store())
     try:
         axes = {
             label: Axis(_torch.group_name(dist.new_group(list(ranks))), tuple(ranks), list(ranks).index(rank))
@@ -67,14 +63,10 @@ def trace(
                 y = y if isinstance(y, torch.Tensor) else y[0]
                 return (y if "pp" in axes else y.float().square().mean(),)
 
-            batches = [
-                [torch.empty(shape, dtype=dtype) for dtype, shape in inputs.values()] for _ in range(microbatches or 1)
-            ]
+            batches = [[torch.empty(size, dtype=of) for of, size in inputs.values()] for _ in range(microbatches or 1)]
             if microbatches:
                 moments = [[torch.empty_like(x.detach()) for x in model.parameters()] for _ in range(2)]
-                step = make_fx(partial(_step, run, axes.get("pp")))(batches, list(state.values()), *moments)
-                step.graph.eliminate_dead_code()
-                graphs = {"step": step}
+                graphs = {"step": make_fx(partial(_step, run, axes.get("pp")))(batches, list(state.values()), *moments)}
             else:
                 joint = _torch.joint_graph(run, [*batches[0], *state.values()])
                 recompute_gathers(joint, axes[gathers].name if gathers in axes else "")
@@ -83,7 +75,12 @@ def trace(
         dist.destroy_process_group()
     for gm in graphs.values():
         _torch.drop_assertions(gm.graph)
-    return graphs, {axis.name: axis.ranks for axis in axes.values()}
+        gm.graph.eliminate_dead_code()
+    return graphs, ranks_of(axes)
+
+
+def ranks_of(axes: Axes) -> dict[str, Sequence[int]]:
+    return {axis.name: axis.ranks for axis in axes.values() if axis.name}
 
 
 def _shard(model: nn.Module, axes: Axes, word: str, *own: str) -> None:
@@ -118,9 +115,9 @@ def _step(run: Callable[..., Any], pipe: Axis | None, batches: Any, state: Any, 
     def send(x: torch.Tensor, to: int) -> list[torch.Tensor]:
         return [OPS.isend(x.detach().contiguous(), pipe.index + to, 0, pipe.name)] if pipe else []
 
-    def receive(x: torch.Tensor, sender: int) -> torch.Tensor:
-        landing = torch.zeros_like(x)
-        return _torch.wait(OPS.irecv(landing, pipe.index + sender, 0, pipe.name)).requires_grad_() if pipe else x
+    def receive(x: torch.Tensor, by: int) -> torch.Tensor:
+        found = OPS.irecv(torch.zeros_like(x), pipe.index + by, 0, pipe.name) if pipe else x
+        return _torch.wait(found).requires_grad_() if pipe else x
 
     state = [x.detach().requires_grad_(x.requires_grad) for x in state]
     parameters, warm = [x for x in state if x.requires_grad], pipe.size - pipe.index - 1 if pipe else 0
@@ -223,11 +220,8 @@ class _Random(nn.Module):
         heads = [x * scale for scale in range(1, branches + 1)]
         for layer in self.layers:
             at, axis, w = choose.randrange(branches), choose.choice(self.axes), layer.weight
-            h = heads[at]
-            if choose.random() < 0.4:
-                h = scattered(gathered(h, axis), axis)
-            if choose.random() < 0.3:
-                h = h + heads[choose.randrange(branches)]
+            h = scattered(gathered(heads[at], axis), axis) if choose.random() < 0.4 else heads[at]
+            h = h + heads[choose.randrange(branches)] if choose.random() < 0.3 else h
             heads[at] = F.relu(h @ w.t()) @ w
         return reduce(torch.add, heads).float().square().mean()
 
@@ -236,8 +230,7 @@ def _decoder(exchange: str = "", **sizes: Any) -> Traced:
     """The decoder of `spanwise overlap`, with context parallelism by a plan."""
     config = CaptureConfig(**(LLAMA_8B | sizes), device="cpu")
     graphs = capture(config, plan_attention(config, H100, exchange) if exchange else None)
-    ranks = {axis.name: axis.ranks for axis in graphs.axes.values() if axis.name}
-    return {"forward": graphs.forward, "backward": graphs.backward}, ranks
+    return {"forward": graphs.forward, "backward": graphs.backward}, ranks_of(graphs.axes)
 
 
 def _lm(name: str, groups: Any, batch: int, length: int, layers: int, **options: Any) -> Callable[[], Traced]:
@@ -247,32 +240,31 @@ def _lm(name: str, groups: Any, batch: int, length: int, layers: int, **options:
 
 LLAMA_8B = {"dim": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "seq_len": 8192}
 _LLAMA, _GPT2, _QWEN, _HOSTS = "LlamaForCausalLM", "GPT2LMHeadModel", "Qwen3MoeForCausalLM", range(0, 64, 8)
-_STAGE = partial(_huggingface, "LlamaModel", num_hidden_layers=2)
 _DIT = partial(_huggingface, "Qwen2_5OmniToken2WavDiTModel", num_hidden_layers=8)
+_STAGE = partial(_huggingface, "LlamaModel", num_hidden_layers=2)
 _RESNET = partial(_huggingface, "ResNetForImageClassification")
-_HIDDEN = {"inputs_embeds": (BF16, (1, 4096, 4096))}
 _IMAGES = {"pixel_values": (BF16, (64, 3, 224, 224)), "labels": (INT, (64,))}
 _SPEECH = {"hidden_states": (BF16, (8, 1024, 80)), "condition_vector": (BF16, (8, 128, 80)), "time_step": (BF16, (8,)),
            "speaker_embedding": (BF16, (8, 1024, 192)), "quantized_code": (INT, (8, 512))}  # fmt: skip
 _CLICKS, _MATRIX = {"dense": (BF16, (4096, 13)), "rows": (INT, (8, 4096 * 16))}, {"x": (BF16, (4096, 2048))}
-_MANY, _EP = {"a": range(8), "b": _HOSTS, "dp": range(64)}, {"dp": range(32), "ep": range(8), "edp": range(0, 32, 8)}
+_MANY = {"a": range(8), "b": _HOSTS, "dp": range(64)}
+_EP, _PP = {"dp": range(32), "ep": range(8), "edp": range(0, 32, 8)}, {"dp": range(8, 16), "pp": range(0, 32, 8)}
 FAMILIES: dict[str, Callable[[], Traced]] = {
     "llama, FSDP": _lm(_LLAMA, {"dp": range(64)}, 1, 8192, 6),
     "llama, ZeRO-2": _lm(_LLAMA, {"dp": range(16)}, 1, 4096, 6, gathers=""),
     "llama, HSDP": _lm(_LLAMA, {"dp": range(8), "replicas": _HOSTS}, 1, 4096, 6),
     "llama, whole step": _lm(_LLAMA, {"dp": range(32)}, 1, 4096, 3, microbatches=1),
     "llama, 2 microbatches": _lm(_LLAMA, {"dp": range(32)}, 1, 4096, 2, microbatches=2),
-    "llama, pipeline": partial(trace, _STAGE, {"dp": range(8, 16), "pp": range(0, 32, 8)}, _HIDDEN, microbatches=4),
+    "llama, pipeline": partial(trace, _STAGE, _PP, {"inputs_embeds": (BF16, (1, 4096, 4096))}, microbatches=4),
     "gemma2, FSDP": _lm("Gemma2ForCausalLM", {"dp": range(32)}, 1, 2048, 6),
     "gpt2, DDP": _lm(_GPT2, {"replicas": range(16)}, 8, 1024, 12),
     "gpt2, 8 microbatches": _lm(_GPT2, {"dp": range(16)}, 2, 1024, 4, microbatches=8),
-    "qwen3 moe, experts over 8": _lm(_QWEN, _EP, 1, 4096, 4, own=("experts", "", "edp")),
+    "qwen3 moe, EP": _lm(_QWEN, _EP, 1, 4096, 4, own=("experts", "", "edp")),
     "dit, FSDP": partial(trace, _DIT, {"dp": range(16)}, _SPEECH),
     "resnet50, FSDP": partial(trace, _RESNET, {"dp": range(16)}, _IMAGES),
     "resnet50, synchronized norm": partial(trace, _RESNET, {"dp": range(16), "norm": range(8)}, _IMAGES),
     "dlrm": partial(trace, _DLRM, {"replicas": range(16)}, _CLICKS, own=("tables", "", "")),
-    "random 0": partial(trace, partial(_Random, seed=0), _MANY, _MATRIX),
-    "random 1": partial(trace, partial(_Random, seed=1), _MANY, _MATRIX),
+    **{f"random {seed}": partial(trace, partial(_Random, seed=seed), _MANY, _MATRIX) for seed in range(2)},
     "decoder, tp 8": partial(_decoder, layers=4, dp=8, tp=8, vocab=128_256),
     "decoder, cp 8": partial(_decoder, "needed", layers=3, dp=2, cp=8, seq_len=32_768),
     "decoder, cp 4, tp 4": partial(_decoder, "needed", layers=3, dp=2, cp=4, tp=4, seq_len=32_768),
