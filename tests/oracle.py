@@ -202,20 +202,3 @@ def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
         assert x.shape == reference.shape
         return 0.0
     return float((x.double() - reference).abs().max() / reference.abs().max().clamp(min=1e-300))
-
-
-def chunk_of(position: np.ndarray, count: int, num_chunks: int, block_size: int, distance: int) -> np.ndarray:
-    """The chunk in which each token travels with exchange "needed", token by token.
-
-    Args:
-        position: int64 ``[n]``, place of the token in its pair's list.
-        count: tokens of that list, at least one.
-        distance: receiver minus sender.
-
-    Returns:
-        int64 ``[n]`` in ``[0, num_chunks)``.
-    """
-    if num_chunks == 1:
-        return np.zeros_like(position)
-    blocks = -(-count // block_size)
-    return (position // block_size * num_chunks // max(blocks, 1) + distance) % num_chunks

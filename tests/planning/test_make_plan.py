@@ -86,14 +86,6 @@ def test_as_fast_but_far_more_bytes_is_not_simpler() -> None:
     assert plan.exchange == "needed" and plan.recv_tokens().mean() < 0.2 * (1 << 20)
 
 
-def test_less_balance_is_considered_where_the_exchange_is_exposed() -> None:
-    slow = make_plan(DOCUMENTS, 8, hardware=dataclasses.replace(SLOW, links=(Link(1e6, 0.0),)), **SHAPE)
-    assert any("imbalance to 2" in c.balancer for c in slow.candidates)
-    assert slow.recv_tokens().max() <= make_plan(DOCUMENTS, 8, balancer="local", exchange="needed").recv_tokens().max()
-    free = make_plan(DOCUMENTS, 8, hardware=FREE, **SHAPE)
-    assert not any("imbalance to 2" in c.balancer for c in free.candidates)
-
-
 def test_pieces_where_local_attention_is_too_short_to_hide_the_exchange() -> None:
     mask = SpanMask.causal(8192)
     base = dict(balancer="head_tail", exchange="needed", block_size=64, **SHAPE)

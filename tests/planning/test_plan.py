@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 
@@ -14,30 +15,11 @@ import spanwise
 from spanwise import Hardware, Plan, SpanMask, make_plan
 from spanwise.attention.rank_plan import build
 from spanwise.hardware import Link
-from spanwise.layouts.runs import overlaps, subtract_runs
 from tests.masks.test_properties import masks
 
 CU = [0, 1, 20, 20, 61, 100]
 DOCUMENTS = SpanMask.documents(CU)
 SHAPE = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 24}
-
-
-def as_set(runs: np.ndarray) -> set[int]:
-    return {int(i) for first, last in runs for i in range(first, last)}
-
-
-def as_runs(tokens: set[int]) -> np.ndarray:
-    edges = sorted(t for t in tokens if t - 1 not in tokens), sorted(t + 1 for t in tokens if t + 1 not in tokens)
-    return np.array(list(zip(*edges, strict=True)), dtype=np.int64).reshape(-1, 2)
-
-
-@given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
-def test_subtract_runs_and_overlaps(tokens: set[int], minus: set[int]) -> None:
-    both = overlaps(as_runs(tokens), as_runs(minus))[2]
-    assert np.array_equal(both, as_runs(tokens & minus))
-    got = subtract_runs(as_runs(tokens), as_runs(minus))
-    assert as_set(got) == tokens - minus and (got[:, 1] - got[:, 0]).sum() == len(tokens - minus)
-    assert np.array_equal(got, as_runs(tokens - minus))
 
 
 @given(
@@ -172,6 +154,11 @@ def test_bytes_and_seconds() -> None:
     total = 3 * (ends.max() + max(departed, (work * backward).max()))
     assert parts["total"] == pytest.approx(total)
     assert parts["exposed_forward"] == pytest.approx(3 * (ends.max() - (work * forward).max()))
+    # Four ranks that share a K/V head hold it beside its packed form: own q and K/V, K/V for each rank, what they get.
+    shape = dict(num_q_heads=8, num_kv_heads=1, head_dim=64, v_head_dim=1)
+    plan = make_plan(SpanMask.causal(64), 4, exchange="ulysses", **shape)
+    q, kv = 16 * 8 * 64 * 2, 16 * (64 + 1) * 2
+    assert plan.resident_bytes().tolist() == [(q + kv + 4 * kv) + (q + 4 * kv)] * 4
     for name in ("recv_bytes", "predict", "timeline"):
         with pytest.raises(ValueError, match="needs num_q_heads, num_kv_heads, head_dim"):
             getattr(make_plan(DOCUMENTS, 3), name)()
@@ -213,6 +200,19 @@ def test_a_users_balancer() -> None:
 def test_bad_input(given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan(**{"mask": DOCUMENTS, "num_ranks": 2} | given)
+
+
+def test_host_traffic_needs_hosts() -> None:
+    one_link = dataclasses.replace(spanwise.H100, links=spanwise.H100.links[1:])
+    options = dict(balancer="lpt", block_size=3, exchange="needed", hardware=one_link)
+    plan = make_plan(DOCUMENTS, 6, **options)
+    host = np.arange(6) // 2
+    between = plan.traffic()[host[:, None] != host].sum()
+    assert plan.host_traffic(host_size=2).between == between > 0
+    with pytest.raises(ValueError, match="has no hosts below 6 ranks: give host_size"):
+        plan.host_traffic()
+    with pytest.raises(ValueError, match="'hierarchical' needs hardware that has hosts"):
+        make_plan(DOCUMENTS, 4, **options | {"exchange": "hierarchical"})
 
 
 def test_needs_are_of_a_rank_and_a_row() -> None:

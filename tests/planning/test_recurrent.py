@@ -89,21 +89,8 @@ def test_errors() -> None:
     mask = spanwise.SpanMask.causal(64)
     with pytest.raises(ValueError, match="recurrences must map names"):
         spanwise.make_plan(mask, 2, recurrences=GDN["gdn"])
-    sizes = {"layers": 1, "heads": 1, "key_dim": 1, "value_dim": 1}
-    for name, bad, what in (
-        ("key_dim", 0, "at least 1"),
-        ("layers", "2", "a number above 0"),
-        ("layers", float("nan"), "a number above 0"),
-        ("delta_rule", "yes", "True or False"),
-    ):
-        with pytest.raises(ValueError, match=f"{name} of a Recurrence must be {what}, got {bad!r}"):
-            Recurrence(**{**sizes, name: bad})
-    # A state cannot follow branches: neither a tree= that these calls do not take, nor offsets around it, is a remedy.
+    with pytest.raises(ValueError, match="layers of a Recurrence must be a number above 0, got nan"):
+        Recurrence(layers=float("nan"), heads=1, key_dim=1, value_dim=1)
     tree = spanwise.SpanMask.shared_prefix(8, [28, 28])
-    for call in (
-        lambda: spanwise.make_plan(tree, 2, recurrences=GDN),
-        lambda: spanwise.recurrence.recurrence_route(spanwise.make_plan(tree, 1)),
-    ):
-        with pytest.raises(ValueError, match="give each path of a tree as a document") as error:
-            call()
-        assert "tree=" not in str(error.value)
+    with pytest.raises(ValueError, match="give each path of a tree as a document"):
+        spanwise.make_plan(tree, 2, recurrences=GDN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -78,21 +77,6 @@ def test_shares_go_to_the_least_loaded(load: np.ndarray, may: np.ndarray, amount
             level[np.flatnonzero(allowed)[np.argmin(level[allowed])]] += 1
         assert share.sum() == tokens and (share >= 0).all() and not share[~allowed].any()
         assert sorted((one + share)[allowed]) == sorted(level[allowed])
-
-
-@pytest.mark.parametrize("places", [2, 3, 4])
-def test_relays_share_what_enters(places: int) -> None:
-    mask = SpanMask.causal(960)
-    hardware = spanwise.H100.with_host_size(places)
-    plan = make_plan(mask, 12, balancer="contiguous", exchange="hierarchical", hardware=hardware, block_size=1)
-    host = np.arange(12) // places
-    entered = (plan.route().wire_tokens[0] * (host[:, None] != host)).sum(axis=1)
-    assert entered.tolist() == [80 * (rank // places * places) // places for rank in range(12)]
-    moved = plan.host_traffic()
-    assert moved.between == entered.sum()
-    assert make_plan(mask, 12, balancer="contiguous", exchange="needed").host_traffic(host_size=places).between == (
-        places * moved.between
-    )
 
 
 def plan_of_reads(reads: list[dict[int, tuple[int, int]]]) -> Plan:
