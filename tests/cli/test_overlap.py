@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pickle
 import re
-import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +18,6 @@ import torch.distributed as dist
 
 from spanwise import units
 from spanwise._torch import COMPILES
-from spanwise.cli import overlap as overlap_command
-from spanwise.cli.options import OverlapOptions
 from spanwise.cli.overlap import parse_groups
 from spanwise.cli.report.overlap_page import list_ranks
 from spanwise.cli.report.pictures import Bar, lanes, merged
@@ -80,14 +76,11 @@ def test_figures_are_those_of_optimize(written: tuple[Path, str], figures: dict[
         for order in orders(found):
             cells = order["name"], units.milliseconds(order["makespan"]), units.milliseconds(order["exposed"])
             assert any(all(cell in line for cell in cells) for line in written[1].splitlines()), cells
-    assert shlex.split(figures["command"])[1 : 2 + len(SMALL)] == [*SMALL, "--torch"]
+    names = [f"{graph}, {one['name']}" for graph, of in figures["graphs"].items() for one in orders(of)]
     events = json.loads((written[0] / "o.trace").read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert names == [f"{graph}, {one['name']}" for graph, of in figures["graphs"].items() for one in orders(of)]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == names
     page = (written[0] / "o.html").read_text()
     assert "default-src 'none'" in page and not re.search(r"<script|(src|href)=", page)
-    for of in figures["graphs"].values():
-        assert f">{units.milliseconds(of['after']['exposed'])}</td>" in page
     assert page.count("<svg") == len(names)
 
 
@@ -136,8 +129,6 @@ def test_thin_bars_are_drawn_together() -> None:
     drawn = merged(bars, 1.0)
     assert 40 < len(drawn) < 120 and sum(count for _, count in drawn) == len(bars)
     assert drawn[0][0].begin == 0.0 and drawn[-1][0].end == pytest.approx(100.0)
-    apart = tuple(Bar(10.0 * i, 10.0 * i + 0.5, "local", f"n{i}") for i in range(5))
-    assert [count for _, count in merged(apart, 1.0)] == [1] * 5
     thick = tuple(Bar(2.0 * i, 2.0 * i + 2.0, "local", f"n{i}") for i in range(5))
     assert [bar for bar, _ in merged(thick, 1.0)] == list(thick)
 
@@ -227,8 +218,6 @@ def test_a_file_runs_code_only_if_it_is_trusted(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):  # of what the file made, which is no graph
         run("overlap", "--load", tmp_path / "g", "--trust")
     assert (tmp_path / "was-run").exists()
-    said = run("overlap", "--help").said
-    assert "may run code" in said and "do not merge collectives. (default: False)" in said
 
 
 @pytest.mark.parametrize(
@@ -237,7 +226,6 @@ def test_a_file_runs_code_only_if_it_is_trusted(tmp_path: Path) -> None:
         (["--graph", "sideways"], "--graph must be both or one of forward, backward, got 'sideways'"),
         (["--budget", 1000], "no order was found that takes 1,000 bytes"),
         (["--group", "1=0-7"], "--group 1=0-7: the groups of the graphs are 1 (dp) of [2], 2 (tp) of [2] ranks"),
-        (["--group", "dp=0,2"], "--group dp=0,2: the groups of the graphs are 1 (dp)"),
     ],
     ids=str,
 )
@@ -263,4 +251,3 @@ def test_groups_by_ranks() -> None:
     for wrong in ("1", "1=", "1=a", "1=0,0", "1=-1", "1=3-1"):
         with pytest.raises(ValueError, match="--group takes NAME=RANKS"):
             parse_groups([wrong])
-    assert set(overlap_command._MODEL) <= {field.name for field in dataclasses.fields(OverlapOptions)}

@@ -35,15 +35,10 @@ def test_advice(tmp_path: Path) -> None:
 
 FORMS = {
     "list.json": "[3, 0, 5]",
-    "key.json": '{"name": "run 7", "lengths": [3, 0, 5]}',
     "offsets.json": '{"cu_seqlens": [0, 3, 3, 8], "ids": [1, 2, 3]}',
     "named.json": '{"offsets": [0, 3, 3, 8], "ids": [1, 2, 3]}',
-    "any.json": '{"seq": [3, 0, 5.0]}',
     "lines.csv": "3\n0\n\n5\n",
-    "lines.txt": "3\r\n0\r\n5",
-    "header.csv": "length\n3\n0\n5\n",
     "table.csv": "id,num_tokens\na,3\nb,0\nc,5\n",
-    "semicolon.csv": "id;length\na;3\nb;0\nc;5\n",
     "tabs.tsv": "cu_seqlens\tid\n0\ta\n3\tb\n3\tc\n8\td\n",
     "bom.csv": "\ufefflength\n3\n0\n5\n",
 }
@@ -55,22 +50,14 @@ def test_lengths_in_every_form(name: str, tmp_path: Path) -> None:
     assert [row.tolist() for row in rows] == [[3, 0, 5]] and rows[0].dtype == np.int64
 
 
-def test_several_sequences(tmp_path: Path) -> None:
-    several = write(tmp_path / "s.json", '{"cu": 1, "cu_seqlens": [[0, 2, 5], [0, 4]]}')
-    assert [row.tolist() for row in read_lengths(several)] == [[2, 3], [4]]
-
-
 #: Texts that hold no lengths, by file name; the place and the value that the error names.
 WRONG = [
-    ("a.json", "[3, 4,\n 5,]", "line 2 column"), ("a.json", '[3, "12k"]', r"\[1\].*'12k'"),
-    ("a.json", "[3, true]", r"\[1\].*True"), ("a.json", "[3, 2.5]", r"\[1\].*2\.5"),
-    ("a.json", "[3, NaN]", r"\[1\].*nan"), ("a.json", "7", "7"), ("a.json", "[[2], []]", r"\[1\] holds 0"),
-    ("a.json", "[2147483647, 1]", "2,147,483,648"), ("a.json", "[" * 100_000, "recursion"),
-    ("a.json", '{"x": [1], "y": [2]}', r"\['x', 'y'\]"),
+    ("a.json", "[3, 4,\n 5,]", "line 2 column"), ("a.json", "[3, true]", r"\[1\].*True"),
+    ("a.json", "[3, 2.5]", r"\[1\].*2\.5"), ("a.json", "[[2], []]", r"\[1\] holds 0"),
+    ("a.json", "[2147483647, 1]", "2,147,483,648"), ("a.json", '{"x": [1], "y": [2]}', r"\['x', 'y'\]"),
     ("a.json", '{"cu_seqlens": [0, 5, 4]}', r"'cu_seqlens'\[2\].*4"),
-    ("a.json", '{"cu_seqlens": [1, 5]}', r"'cu_seqlens'\[0\].*1"),
     ("a.csv", "id,length\na,3\nb\n", r"\[1, 2\] columns"), ("a.csv", "id,length\na,3\n\nb,-1\n", r"\[1\].*-1"),
-    ("a.csv", "3,4\n", "line 1"), ("a.csv", '"1\n2\n3', "unexpected end"), ("binary.csv", "\udcff", "UTF-8|utf-8"),
+    ("a.csv", "3,4\n", "line 1"), ("binary.csv", "\udcff", "UTF-8|utf-8"),
 ]  # fmt: skip
 
 
@@ -153,14 +140,6 @@ def test_commands_and_functions_have_one_default_hardware(tmp_path: Path) -> Non
     assert figures["fingerprint"] == plan.fingerprint and figures["exchange"] == plan.exchange
     (batch,) = GlobalBatches(lengths, 64, -(-int(lengths.sum()) // 64), **SHAPE)
     assert batch.plan.hardware == plan.hardware
-
-
-def test_command_without_ranks(tmp_path: Path) -> None:
-    _, figures = figures_of(tmp_path / "o.json", "plan", "--seq-len", 8192, "--hardware", "CPU")
-    assert figures["hardware"] == spanwise.CPU_HOST.to_dict()
-    assert (figures["documents"], figures["tokens"]) == (1, 8192)
-    assert figures_of(tmp_path / "o.json", "plan", "--seq-len", 5)[1]["ranks"] == 5
-    assert figures_of(tmp_path / "o.json", "plan", "--seq-len", 500)[1]["ranks"] == 8
 
 
 def test_trading_ranks_and_memory(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from spanwise import units
 from spanwise.cli.report import pictures
-from spanwise.cli.report.page import Bar, Table, pairs
+from spanwise.cli.report.page import Bar, pairs
 from spanwise.cli.report.plan_page import Report, rank_table
-from spanwise.cli.report.svg import Drawing, rectangles
+from spanwise.cli.report.svg import Drawing
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.make_plan import make_plan
 from spanwise.planning.plan import Plan
@@ -45,12 +45,6 @@ def cells_of(path: str, count: int) -> np.ndarray:
     return drawn
 
 
-def test_rectangles_cover_the_cells_once() -> None:
-    cells = np.random.default_rng(0).random((40, 40)) < 0.6
-    np.testing.assert_array_equal(cells_of(rectangles(cells), 40), cells)
-    assert rectangles(np.zeros((3, 3), bool)) == ""
-
-
 @pytest.mark.parametrize("balancer", ["head_tail", "lpt", "local"])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_picture_is_the_mask(name: str, balancer: str) -> None:
@@ -70,38 +64,7 @@ def test_the_picture_is_the_mask(name: str, balancer: str) -> None:
     np.testing.assert_array_equal(drawn, expected * plan.mask().dense()[0])
 
 
-def test_timeline_is_to_scale_and_marks_waits() -> None:
-    hardware = plan_of(MASKS["causal"]).hardware
-    slow = dataclasses.replace(hardware, links=(dataclasses.replace(hardware.links[-1], bandwidth=1e9),))
-    plan = plan_of(MASKS["causal"], exchange="needed", hardware=slow)
-    root = ET.fromstring(str(pictures.draw_timeline("0", plan, "default")))
-    labels = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "small"]
-    assert labels == ["rank 0", None, "rank 1", None, "rank 2", None, "rank 3", None]
-    rects = list(root.iter(f"{SVG}rect"))
-    timeline = plan.timeline()
-    scale = (pictures.WIDTH - pictures.LEFT - pictures.RIGHT) / timeline.seconds
-    for rank in range(4):
-        mine = [rect for rect in rects if int(float(rect.get("y", 0))) // 16 == 2 * rank]
-        width = {kind: 0.0 for kind in ("local", "remote", "copy", "waited")}
-        for rect in mine:
-            width[rect.get("class", "").split()[1]] += float(rect.get("width", 0)) / scale
-        found = [one for one in timeline.intervals if one.rank == rank and one.stream == "compute"]
-        own = sum(one.end - one.start for one in found if "local" in one.name)
-        assert width["local"] == pytest.approx(own, abs=1 / scale)
-        busy = sum(one.end - one.start for one in found)
-        assert sum(width.values()) - width["waited"] == pytest.approx(busy, abs=4 / scale)
-        assert sum(width.values()) == pytest.approx(max(one.end for one in found), abs=4 / scale)
-
-
 # ---------------------------------------------------------------- tables and pages
-
-
-def test_a_table_is_aligned() -> None:
-    table = Table("t", ("name", "bar", "n"), [("a", Bar(0.5, 1.0), "1"), ("longer", Bar(0, 0.25), "22")], 1, "note", 2)
-    bars = "█" * 14 + "▒" * 14, "▒" * 7
-    assert str(table).splitlines() == [
-        "t", f"  name    bar{' ' * 25}   n", f"  a       {bars[0]}   1", f"→ longer  {bars[1]:28}  22", "note",
-    ]  # fmt: skip
 
 
 def test_the_table_of_ranks() -> None:
@@ -140,9 +103,7 @@ def test_page_shows_the_plans_numbers(two: tuple[Plan, str]) -> None:
     plan, text = two
     shown = html.unescape(re.sub(r"<[^>]*>", " ", text))
     for name in plan.masks:
-        title = f"{pairs(plan.work(name).sum())} pairs, imbalance {plan.imbalance(name):.3f}"
-        assert title in shown and f"Mask “{name}”" in shown
-        assert all(f"{tokens:,}" in shown for tokens in plan.recv_tokens(name))
+        assert f"imbalance {plan.imbalance(name):.3f}" in shown and f"Mask “{name}”" in shown
     assert plan.candidates and html.unescape(plan.explain()) in shown
 
 
