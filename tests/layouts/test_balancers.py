@@ -122,12 +122,6 @@ def test_lpt_by_hand():
     assert lpt(stub_problem(block_area=[1, 7, 3, 5, 6, 4]), 2, longest_first=False).tolist() == [[0, 1, 1, 1, 0, 0]]
 
 
-def test_a_short_last_block_is_on_rank_0():
-    # Blocks of 10, 26, 42 and 13 pairs: by work alone the last would follow the second, on the other rank than 42.
-    layout = assign_layout("lpt", problem_of(SpanMask.causal(13), block_size=4), 2)
-    assert layout.indices(0)[-1] == 12
-
-
 @given(st.integers(1, 7), st.integers(1, 9), st.booleans(), st.randoms(use_true_random=False))
 def test_list_scheduling(per_rank, num_ranks, longest_first, random):
     """Each block to the rank with the least work that has a place; ties to the one with fewest, then the lowest."""
@@ -267,7 +261,6 @@ def test_user_balancer_that_reads_the_problem():
     ("answer", "message"),
     [
         (None, "integers, got object"),
-        ([0.0, 1.0, 1.0, 0.0], "integers, got float64"),
         ([0, 1, 1], r"must have shape \[4\] or \[batch, 4\] \(seq_len 14, block_size 4\), got \[3\]"),
         ([0, 1, 2, 0], r"a rank in \[0, 2\) .* got \[2, 8, 12\]"),
         ([[0, 1, 1, 0]] * 3, r"batch\) \(14, 2, 3\), wanted \(14, 2, 2\)"),
@@ -279,15 +272,8 @@ def test_user_balancer_with_a_bad_answer(answer, message):
     mask = stacked(SpanMask.causal(14), SpanMask.full(14))
     with pytest.raises(ValueError, match=f"balancer Returns.*{message}"):
         assign_layout(Returns(answer), problem_of(mask, block_size=4), 2)
-
-
-def test_what_is_no_balancer():
-    problem = problem_of(CAUSAL)
-    for wrong, message in (("headtail", "'headtail'"), (Returns, "Returns"), (7, "7")):
-        with pytest.raises(ValueError, match=f"unknown balancer .*{message}"):
-            assign_layout(wrong, problem, 2)
-    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
-        assign_layout("contiguous", problem, 0)
+    with pytest.raises(ValueError, match="unknown balancer .*'headtail'"):
+        assign_layout("headtail", problem_of(mask), 2)
 
 
 CAUSAL = SpanMask.causal(8)
@@ -297,13 +283,8 @@ CAUSAL = SpanMask.causal(8)
     ("arguments", "message"),
     [
         ({"masks": {"m": SpanMask.full(8, 9)}}, r"'m' is \(8, 9\)"),
-        ({"masks": {"a": CAUSAL, "b": SpanMask.causal(9)}}, r"'b' is \(9, 9\)"),
-        (
-            {"masks": {"a": stacked(CAUSAL, CAUSAL), "b": stacked(CAUSAL, CAUSAL, CAUSAL)}},
-            "mask 'a' has batch 2, must be 1 or 3",
-        ),
+        ({"masks": {"a": stacked(*[CAUSAL] * 2), "b": stacked(*[CAUSAL] * 3)}}, "mask 'a' has batch 2, must be 1 or 3"),
         ({"weights": {"m": 0}}, "weight of mask 'm' must be positive and finite, got 0"),
-        ({"cu_seqlens": [0, 5, 3, 8]}, "cu_seqlens must not decrease, got 3 after 5"),
         ({"cu_seqlens": [0, 7]}, "cu_seqlens must end with seq_len 8, got 7"),
         ({"cu_seqlens": [[0, 8], [0, 8]]}, "cu_seqlens has 2 rows, must have 1 or 1"),
     ],
