@@ -62,14 +62,6 @@ def test_regular_masks_have_few_even_runs_wherever_blocks_of_the_scan_end(mask, 
     assert sum(int(slot.pairs.sum()) for slot in mask.even_runs()) == mask.area().sum()
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 50])
-def test_the_plain_causal_mask_is_known(length):
-    assert SpanMask.causal(length).is_causal
-    others = [SpanMask.full(length), SpanMask.sliding_window(length, 10), SpanMask.documents([0, length // 2, length])]
-    for mask in (*others, SpanMask.stack([SpanMask.causal(length)] * 2), SpanMask.full(length, length + 1)):
-        assert mask.is_causal == (mask == SpanMask.causal(length))
-
-
 def test_pickles_of_documents_and_windows_take_few_bytes():
     offsets = np.arange(0, 2**16 + 1, 2**8)
     for mask in (SpanMask.documents(offsets), SpanMask.documents(offsets, window=(9, 0)), SpanMask.causal(2**16)):

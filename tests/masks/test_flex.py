@@ -125,16 +125,6 @@ def test_evaluation_stays_inside_partial_blocks_and_bounded(monkeypatch):
     assert max(seen) <= 2000
 
 
-def test_only_listed_blocks_count():
-    """A BlockMask that lists fewer blocks than its mask_mod would allow is what its lists say."""
-    one, first = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 1, dtype=torch.int32)
-    block_mask = BlockMask.from_kv_blocks(one, first, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(7, 4))
-    expected = SpanMask.causal(7).select([[0, 7]], [[0, 4]])
-    assert SpanMask.from_block_mask(block_mask) == expected
-    full = BlockMask.from_kv_blocks(one * 0, first, one, first, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(7, 3))
-    assert SpanMask.from_block_mask(full) == SpanMask.full(7, 3)
-
-
 @pytest.mark.parametrize(
     "mask_mod",
     [
@@ -183,7 +173,6 @@ def test_rows_with_too_many_spans_are_refused():
 @pytest.mark.parametrize(
     ("mask_mod", "text"),
     [
-        ("causal", "cannot be evaluated"),
         (lambda b, h, q_idx, kv_idx: q_idx - kv_idx, "must return one boolean for one cell, got torch.int64"),
         (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx + torch.zeros(3), r"torch.bool of shape \[3\]"),
         (lambda q_idx, kv_idx: q_idx >= kv_idx, "cannot be evaluated"),

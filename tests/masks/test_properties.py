@@ -90,6 +90,7 @@ def test_area_and_canonical_form(mask):
     check_canonical(mask)
     np.testing.assert_array_equal(mask.area(), mask.dense().sum(2))
     assert mask.area().dtype == np.int64
+    assert mask.is_causal == (mask == SpanMask.causal(mask.q_len))
 
 
 @given(st.data())

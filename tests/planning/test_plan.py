@@ -159,6 +159,9 @@ def test_bytes_and_seconds() -> None:
     plan = make_plan(SpanMask.causal(64), 4, exchange="ulysses", **shape)
     q, kv = 16 * 8 * 64 * 2, 16 * (64 + 1) * 2
     assert plan.resident_bytes().tolist() == [(q + kv + 4 * kv) + (q + 4 * kv)] * 4
+    # Six query heads a rank read three K/V heads unevenly: each is repeated until as many read each of them.
+    plan = make_plan(SpanMask.causal(64), 2, exchange="ulysses", **shape | {"num_q_heads": 12, "num_kv_heads": 3})
+    assert plan.recv_bytes().tolist() == [32 * 2 * (6 * 64 + 3 * (64 + 1) + 6 * 1)] * 2
     for name in ("recv_bytes", "predict", "timeline"):
         with pytest.raises(ValueError, match="needs num_q_heads, num_kv_heads, head_dim"):
             getattr(make_plan(DOCUMENTS, 3), name)()
