@@ -95,24 +95,6 @@ def test_files(tmp_path: Path, hardware: Hardware) -> None:
     assert pickle.loads(pickle.dumps(hardware)) == hardware and len({hardware, Hardware.load(path)}) == 1
 
 
-def test_equal_figures_have_equal_files() -> None:
-    one = Hardware("x", 10**12, 1, 1, 1, 5.0, [Link(10**9, 0)], wire=[["all_gather", 2]])
-    two = Hardware("x", 1e12, 1.0, 1.0, 1.0, 5, (Link(1e9, 0.0),), wire=(("all_gather", 2.0),))
-    assert one == two and json.dumps(one.to_dict()) == json.dumps(two.to_dict())
-
-
-def test_presets_order_as_their_generations() -> None:
-    # Not the figures again: the relations that a slip of a decimal would break.
-    for older, newer in ((CPU_HOST, H100), (H100, B200)):
-        for field in ("attention_flops", "attention_backward_flops", "matmul_flops", "memory_bandwidth", "memory"):
-            assert 1 < getattr(newer, field) / getattr(older, field) < 2000, field
-        for old, new in zip(older.links, newer.links, strict=True):
-            assert new.bandwidth >= old.bandwidth and new.latency <= old.latency
-    for hardware in (H100, H200, B200, CPU_HOST):
-        assert hardware.attention_backward_flops <= hardware.attention_flops < hardware.matmul_flops
-        assert hardware.links[0].bandwidth > hardware.links[1].bandwidth and "assumed" in hardware.source
-
-
 def changed(**figures: Any) -> Hardware:
     return dataclasses.replace(FLAT, **figures)
 
@@ -121,24 +103,15 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Link(0, 0), "bandwidth .*0"),
     (lambda: Link(1, -1), "latency .*-1"),
     (lambda: Link(1, 0, ranks=1), "ranks .*1"),
-    (lambda: Link(1, 0, ranks=2.0), "ranks .*integer"),
     (lambda: changed(attention_flops=-1), "attention_flops .*-1"),
-    (lambda: changed(memory=True), "memory .*True"),
-    (lambda: changed(kernel_seconds=float("nan")), "kernel_seconds"),
     (lambda: changed(links=()), r"\[\]"),
-    (lambda: changed(links=(Link(1, 0, 8),)), r"\[8\]"),
     (lambda: changed(links=(Link(1, 0), Link(1, 0))), r"\[None, None\]"),
     (lambda: changed(links=(Link(1, 0, 4), Link(1, 0, 6), Link(1, 0))), r"\[4, 6, None\]"),
     (lambda: changed(wire=(("broadcast", 1.0),)), "'broadcast'"),
-    (lambda: changed(wire=(("all_gather", 0.5),)), "1 or more"),
     (lambda: changed(wire=(("all_gather", 1.0), ("all_gather", 2.0))), "at most once"),
     (lambda: FLAT.copy_seconds("8GB"), "num_bytes .*'8GB'"),
-    (lambda: FLAT.all_gather_seconds("8GB", 2), "shard_bytes .*'8GB'"),
-    (lambda: FLAT.reduce_scatter_seconds(-1, 2), "shard_bytes .*-1"),
     (lambda: FLAT.all_to_all_seconds(np.zeros((2, 3))), r"\(2, 3\)"),
-    (lambda: FLAT.all_to_all_seconds(np.array([[0, -1], [0, 0]])), "not negative"),
     (lambda: H100.with_host_size(1), "1;"),
-    (lambda: H100.with_host_size(4.0), "4.0"),
     (lambda: dataclasses.replace(H100, links=H100.links[1:]).with_host_size(4), "one level"),
 ]
 
@@ -155,7 +128,6 @@ def test_bad_figures(call: Callable[[], Any], names: str) -> None:
         *((text, "hardware.json") for text in ("{", "[]", json.dumps(FLAT.to_dict() | {"wire": [["all_gather"]]}))),
         ('{"name": "x"}', "links"),
         (json.dumps(FLAT.to_dict() | {"speed": 1}), "speed"),
-        (json.dumps(FLAT.to_dict() | {"links": [{"bandwidth": 1}]}), "latency"),
         (json.dumps(FLAT.to_dict() | {"matmul_flops": "fast"}), "matmul_flops .*'fast'"),
     ],
 )

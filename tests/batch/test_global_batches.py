@@ -219,17 +219,12 @@ def test_only_plans_depend_on_the_number_of_ranks() -> None:
 
 
 def test_masks_of_the_caller() -> None:
-    batches = GlobalBatches([30, 25], 2, 32, mask=windows, weights={"near": 3, "whole": 1}, pad=True, **PLAN)
-    (batch,) = batches
-    assert batch.plan.weights == {"near": 3, "whole": 1}
+    def windows(cu_seqlens: np.ndarray) -> dict[str, spanwise.SpanMask]:
+        return {"near": spanwise.SpanMask.documents(cu_seqlens, window=(4, 0))}
+
+    (batch,) = GlobalBatches([30, 25], 2, 32, mask=windows, weights={"near": 3}, pad=True, **PLAN)
     area = batch.plan.mask("near").area()[0]
     assert area[:55].max() == 5 and not area[55:].any() and batch.plan.seq_len == 64
-    pickle.loads(pickle.dumps(batches))
-
-
-def windows(cu_seqlens: np.ndarray) -> dict[str, spanwise.SpanMask]:
-    whole = spanwise.SpanMask.documents(cu_seqlens)
-    return {"near": spanwise.SpanMask.documents(cu_seqlens, window=(4, 0)), "whole": whole}
 
 
 def test_the_end_of_the_documents() -> None:
@@ -265,27 +260,17 @@ def loaded(state: dict[str, Any]) -> GlobalBatchDataset:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: GlobalBatches([3, 65], 2, 32), "65 tokens, .*64"),
-    (lambda: GlobalBatches([0, 0], 2, 32), "2 documents, all empty"),
     (lambda: GlobalBatches([16, 3], 4, 4), "3 tokens for 4 ranks"),
     (lambda: GlobalBatches([16, 3], 4, 32, pad=True), "128, got 32"),
-    (lambda: GlobalBatches([2**62] * 5, 1, 32, cut=True), r"2\*\*63"),
-    (lambda: GlobalBatches([16, 3], 1, 32, seed=-1), "seed .*-1"),
-    (lambda: GlobalBatches([16, 3], 1, 32, pad=True, mask=repr, block_size=4).at(), "mask"),
     (lambda: BATCHES.at(4), "token 4, .* 0"),
-    (lambda: BATCHES.at(19), "token 19; .* 19"),
     (lambda: BATCHES.at().load([np.arange(16), np.arange(2)], 0), r"source\[1\]\[0:3\] .*\(2,\)"),
-    (lambda: BATCHES.at().load([np.zeros(16), np.zeros(3)], 0), r"float64 from source\[0\]"),
     (lambda: GlobalBatchDataset(BATCHES, [], 1), r"rank .*\[0, 1\), .*got 1"),
-    (lambda: loaded({}), "{}"),
     *((lambda n=n: loaded(state(n)), f"position .*{n!r}") for n in ("4", 4.0, -1)),
     (lambda: loaded(state(20)), "token 20; .* 19"),
 ]
 for make in (GlobalBatches, functools.partial(GlobalBatchStream, rank=0)):
     REFUSED += [
         (lambda make=make: make([3], 1.5, 32), r"num_ranks .*1\.5"),
-        (lambda make=make: make([3], (-2, -2), 32), "num_ranks .*-2"),
-        (lambda make=make: make([3], 1, 4.5), r"tokens_per_rank .*4\.5"),
-        (lambda make=make: make([3], 1, 32, pad=True, block_size=0), "block_size .*0"),
         (lambda make=make: make([3], 1, 32, blocksize=1, cu_seqlens=[0, 3]), "blocksize, cu_seqlens"),
     ]
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,18 +168,6 @@ def test_weights_and_their_sum(of_logits: bool, num_valid: Any) -> None:
             call(wrong)
 
 
-@pytest.mark.parametrize("tokens", [3, 0])
-def test_loss_without_any_valid_token_is_zero(tokens: int) -> None:
-    def on_rank(rank: int, mesh: DeviceMesh) -> list[float]:
-        hidden, labels = torch.ones(1, tokens, 5, requires_grad=True), torch.full((1, tokens), -100)
-        loss = spanwise.linear_cross_entropy(hidden, torch.ones(4, 5), labels, loss_mesh=mesh)
-        loss = loss + spanwise.cross_entropy(hidden, labels, mesh)
-        loss.backward()
-        return [loss.item(), float(hidden.grad.abs().sum())]
-
-    assert run_ranks(2, on_rank) == [[0.0, 0.0]] * 2
-
-
 # ---------------------------------------------------------------- memory and rounding
 
 
@@ -246,14 +233,6 @@ def test_bfloat16_is_as_exact_as_torch_with_all_logits(way: str, monkeypatch: py
     torch.testing.assert_close(loss, F.cross_entropy(logits.float(), labels))
 
 
-def test_dtypes_of_products() -> None:
-    """Operands stay bfloat16 on a CUDA device, if both are."""
-    with FakeTensorMode():
-        low, wide = (torch.empty(2, 2, dtype=d, device="cuda") for d in (torch.bfloat16, torch.float32))
-        assert token_scores._dtypes(low, low) == (torch.bfloat16, torch.float32)
-        assert token_scores._dtypes(low, wide) == token_scores._dtypes(low, None) == (torch.float32,) * 2
-
-
 def test_large_logits_lose_no_digits() -> None:
     """A logsumexp of logits near 5,000 is rounded to 5e-4 in float32; the difference to the largest logit is not."""
     logits = torch.tensor([[5000.0, 4999.5, 4990.0], [-5000.0, -5000.25, -5003.0]])
@@ -311,24 +290,19 @@ def test_compiled_in_one_graph_or_under_a_checkpoint(way: str) -> None:
 
 # ---------------------------------------------------------------- wrong calls: what is changed, and what the error says
 
-ONE, LABELS = torch.zeros(13, VOCAB), problem()[3]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(4, DIM)}, r"\(4, 6\)"),
     ({"vocab_weight": torch.zeros(VOCAB, 4)}, r"\(11, 4\)"),
-    ({"vocab_weight": torch.zeros(VOCAB, DIM).long()}, "int64"),
     ({"vocab_weight": torch.zeros(VOCAB, DIM, device="meta")}, "meta"),
     ({"bias": torch.zeros(4)}, r"\(4,\)"),
-    ({"num_valid": 0}, "num_valid is 0, .*[0-9]+ valid labels"),
     ({"softcap": 0.0}, "softcap .*0.0"),
     ({"chunk": 0}, "chunk .*0"),
     ({"loss_mesh": "cp"}, "DeviceMesh, got a str"),
 ]
 OF_LABELS: list[tuple[dict[str, Any], str]] = [
     ({"labels": torch.full((13,), VOCAB)}, r"\[0, 11\).*labels\[0\] is 11"),
-    ({"labels": torch.full((13,), -1)}, r"labels\[0\] is -1"),
     ({"labels": torch.zeros(13)}, "int64, got torch.float32"),
-    ({"labels": torch.zeros(13).int()}, "int64, got torch.int32"),
-    *(({"num_valid": n}, f"num_valid .*{n!r}") for n in (-1, "3", math.nan)),
+    ({"num_valid": -1}, "num_valid .*-1"),
 ]
 
 
@@ -338,18 +312,11 @@ def test_wrong_calls(wrong: dict[str, Any], names: str) -> None:
     given = {"hidden": hidden, "vocab_weight": weight, "labels": labels, "loss_mesh": None} | wrong
     with pytest.raises(ValueError, match=names):
         spanwise.linear_cross_entropy(**given)
-
-
-@pytest.mark.parametrize(("wrong", "names"), OF_LABELS)
-def test_wrong_calls_of_logits(wrong: dict[str, Any], names: str) -> None:
-    with pytest.raises(ValueError, match=names):
-        spanwise.cross_entropy(ONE, wrong.get("labels", LABELS), None, num_valid=wrong.get("num_valid"))
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"softcap": 3.0}, {"bias": torch.zeros(3)}], ids=str)
-def test_wrong_calls_of_logprobs(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        spanwise.token_logprobs(ONE, LABELS, **wrong)
+    if wrong.keys() & {"labels", "num_valid"}:
+        with pytest.raises(ValueError, match=names):
+            spanwise.cross_entropy(hidden @ weight.T, given["labels"], None, num_valid=wrong.get("num_valid"))
+    with pytest.raises(ValueError, match="temperature"):
+        spanwise.token_logprobs(hidden @ weight.T, labels, temperature=0.0)
 
 
 def test_what_a_sharded_vocabulary_refuses() -> None:
