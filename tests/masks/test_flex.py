@@ -125,6 +125,12 @@ def test_evaluation_stays_inside_partial_blocks_and_bounded(monkeypatch):
     assert max(seen) <= 2000
 
 
+def test_listed_blocks_end_with_the_keys():
+    none, first, one = torch.zeros(1, 1, 2).int(), torch.zeros(1, 1, 2, 1).int(), torch.ones(1, 1, 2).int()
+    lists = dict(BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(7, 3))
+    assert SpanMask.from_block_mask(BlockMask.from_kv_blocks(none, first, one, first, **lists)) == SpanMask.full(7, 3)
+
+
 @pytest.mark.parametrize(
     "mask_mod",
     [

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 
 from spanwise.integrations import transformers as hf
-from tests.integrations.transformers import images, tiny
+from tests.integrations.transformers import tiny
 
 WORDS = 96  # of the tokenizer, below the vocabulary of the models
 Rows = list[dict[str, Any]]
@@ -113,7 +113,7 @@ def sharded(base: Any) -> Any:
 
 def model_of(name: str, lora: str = "", **changes: Any) -> Any:
     """A tiny model; with adapters, if they are "given" to the trainer."""
-    model = images.model_of(name) if name in images.MODELS else tiny.model_of(name, **changes)
+    model = tiny.model_of(name, **changes)
     torch.manual_seed(11)
     return peft.get_peft_model(model, adapter()) if lora == "given" else model
 
@@ -135,13 +135,6 @@ def documents(count: int, seed: int = 0) -> Any:
 def _words(draw: torch.Generator, low: int, high: int) -> torch.Tensor:
     length = int(torch.randint(low, high, (), generator=draw))
     return torch.randint(3, WORDS, (length,), generator=draw)
-
-
-def with_images(count: int, seed: int = 0) -> Any:
-    """Documents of which two of three hold an image."""
-    lengths = torch.randint(14, 40, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-    ids = images.documents_of(tuple(lengths), tuple(index % 3 != 1 for index in range(count)))
-    return datasets.Dataset.from_list([{"input_ids": x.tolist()} for x in ids])
 
 
 def preferences(count: int, seed: int = 3) -> Any:
@@ -197,18 +190,6 @@ def flattened(rows: Rows) -> Any:
     return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
 
 
-def collator_of(model: str) -> Any:
-    """A collator of `with_images`."""
-
-    def collate(rows: Rows) -> dict[str, torch.Tensor]:
-        batch = pad(rows)
-        held = sum(images.holds_image(torch.tensor(row["input_ids"])) for row in rows)
-        pixels = images.pixels_of(model, held, seed=len(rows[0]["input_ids"])) if held else {}
-        return batch | images.marks_of(model, batch["input_ids"]) | pixels
-
-    return collate
-
-
 def digits(completions: list[Any], **_: Any) -> list[float]:
     """A reward."""
     return [sum(map(int, [w for w in c.split() if w.isdigit()])) / 100 for c in completions]
@@ -242,8 +223,7 @@ def train(
     config: Any = None, **changes: Any,
 ) -> Any:  # fmt: skip
     """`transformers.Trainer`, or trl's trainer of a `kind`: "SFT", "DPO", "KTO" or "GRPO"."""
-    more, of_images = dict(more or {}), model in images.MODELS
-    made, of_documents = model_of(model, lora, **(config or {})), with_images if of_images else documents
+    more, made, of_documents = dict(more or {}), model_of(model, lora, **(config or {})), documents
     base, arguments_of = transformers.Trainer, transformers.TrainingArguments
     if kind:
         base, arguments_of = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
@@ -256,15 +236,12 @@ def train(
         of_documents = preferences
         changes = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=12) | changes
         more |= {"reward_funcs": digits, "rollout_func": None if changes.pop("sampled", False) else rollouts}
-    elif of_images or not kind:
-        more |= {"data_collator": collator or (collator_of(model) if of_images else pad)}
-    if of_images:
-        changes |= {"remove_unused_columns": False}
-        changes |= dict(ddp_find_unused_parameters=True, dataset_kwargs={"skip_prepare_dataset": True}) if kind else {}
+    elif not kind:
+        more |= {"data_collator": collator or pad}
     trainer = cls(base)(
         model=saved or made,
         args=arguments(arguments_of, **changes),
-        train_dataset=(data or of_documents)(12 if of_images else 22),
+        train_dataset=(data or of_documents)(22),
         eval_dataset=of_documents(eval_count, seed=5) if eval_count else None,
         **more,
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, BertModel, DynamicCache, FNetModel, LlamaForCausalLM
+from transformers import AutoConfig, BertModel, DynamicCache, FNetConfig, FNetModel, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -24,7 +24,6 @@ BATCH = tiny.packed(DOCUMENTS)
 IDS = {"input_ids": BATCH["input_ids"], "labels": BATCH["labels"]}
 OFFSETS = tiny.packed(DOCUMENTS, "cu_seq_lens_q")
 PADDED = tiny.padded(DOCUMENTS, "left")
-SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=160)
 ANEW = torch.tensor([[*range(30), *range(34)]])
 SPANS = spanwise.SpanMask.documents([0, 23, 64])
 TREE: dict[str, Any] = dict.fromkeys(("input_ids", "labels"), torch.arange(5, 10)[None])
@@ -57,14 +56,6 @@ def called(
             act(made, batch)
 
     return call
-
-
-def meta(kind: str, **values: Any) -> Call:
-    def make() -> Any:
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
-
-    return called(model=make)
 
 
 def planned(name: str, batch: dict[str, Any] = BATCH, **changes: Any) -> Call:
@@ -162,49 +153,32 @@ BATCHES: tuple[tuple[dict[str, Any], str], ...] = (
     (IDS | dict(attention_mask=torch.ones(1, 1, 64, 64)), r"\[B, S\] = \(1, 64\)"),
     (IDS | dict(attention_mask=2 * torch.ones(1, 64)), "0 and 1"),
     (IDS | dict(attention_mask=torch.zeros(1, 64)), "and a token"),
-    (IDS | dict(attention_mask={"full_attention": None}), "got a dict"),
     (IDS | dict(attention_mask=places(AT != 30)), "token 31"),
     (BATCH | dict(cu_seq_lens_q=torch.tensor([0, 70])), "cu_seq_lens_q .* all 64 tokens"),
     ({"input_ids": IDS["input_ids"].view(2, 32), "cu_seq_lens_q": torch.tensor([0, 23, 64])}, "each row"),
     (BATCH | dict(cu_seq_lens_k=torch.tensor([0, 64])), "cu_seq_lens_k"),
     (OFFSETS | dict(position_ids=AT[None]), "cu_seq_lens_q and position_ids .*token 23 of"),
-    (BATCH | dict(position_ids=AT[None, 1:]), r"position_ids .*\(1, 63\)"),
     (BATCH | dict(position_ids=2 * AT[None]), "skip .*token 1"),
     (BATCH | dict(labels=BATCH["labels"][:, 1:]), r"labels must be \[B, S\]"),
-    (BATCH | dict(labels=BATCH["labels"].numpy()), "labels must be a tensor"),
     (PADDED | dict(labels=PADDED["input_ids"]), "18 tokens of padding have labels"),
-    ({name: x.tolist() for name, x in BATCH.items()}, "input_ids must be a tensor"),
     (BATCH | dict(use_cache=True), "use_cache=False"),
     (BATCH | dict(logits_to_keep=1), "logits_to_keep"),
     (BATCH | dict(output_attentions=True), "output_attentions"),
     (BATCH | dict(seq_idx=AT[None] // 32), "seq_idx .*token 32 of row 0"),
-    (BATCH | dict(seq_idx=torch.zeros(64)), r"seq_idx must be \[B, S\]"),
     (BATCH | dict(pixel_values=torch.randn(1, 3, 28, 28)), "LlamaForCausalLM gets pixel_values"),
     (BATCH | dict(text=["a", "b"]), r"\['text'\]"),
     (TREE | dict(position_ids=torch.arange(5)[None]), "the tree alone tells positions"),
     (TREE | dict(tree=spanwise.TokenTree([-1], [4])), "one of 4 tokens"),
-    (TREE | dict(tree=[-1, 0, 0]), "spanwise.TokenTree"),
     (TREE | dict(shift_labels=torch.zeros(1, 5, dtype=torch.long)), "labels of a tree follow its edges"),
     (TREE | dict(label_weights=torch.ones(1, 5), tree=None), "label_weights"),
 )
 CALLS: tuple[tuple[Call, str], ...] = (
     # models
-    (meta("bloom", hidden_size=64, n_layer=2, n_head=4), "position_ids"),
-    (meta("gptj", n_embd=64, n_layer=2, n_head=4, rotary_dim=8), "AttentionInterface"),
-    (meta("rwkv", hidden_size=64, num_hidden_layers=2, attention_hidden_size=64), "RwkvSelfAttention"),
-    (meta("inkling_text", **SMALL), "hybrid_sliding"),
-    (meta("bart", d_model=64, decoder_layers=1, encoder_layers=1), "encoder|position_ids"),
-    (meta("xmod", **SMALL | dict(is_decoder=True)), "behind padding"),
-    (planned("deepseek_v4"), "compressed_sparse_attention"),
-    (planned("neomme"), "differ in sliding_window"),
-    (planned("perceiver"), "layer_types nor num_hidden_layers"),
     (planned("gemma3_text", use_bidirectional_attention=True), "not causal"),
     (called(model=lambda: BertModel(tiny.config_of("bert"))), "the pooler of BertModel"),
-    (called(model=lambda: FNetModel(AutoConfig.for_model("fnet", **SMALL), add_pooling_layer=False)), "Fourier"),
+    (called(model=lambda: FNetModel(FNetConfig(num_hidden_layers=1), add_pooling_layer=False)), "Fourier"),
     (called(model=llama(transformers.LlamaForSequenceClassification)), "LlamaForSequenceClassification"),
     (called(model="opt", layerdrop=0.5), "layerdrop"),
-    (called(model=lambda: nn.Linear(2, 2)), "got Linear"),
-    (called(model="recurrent_gemma"), "not known to carry a state"),
     (called(model="qwen3_next", before=given(lambda m: m.model.layers[0].linear_attn, __class__=OwnMixer)), "known"),
     (called(before=given(lambda m: m.model.layers[1], conv=nn.Conv1d(8, 8, 4))), "layers.1.conv"),
     (called(model="bamba", before=given(lambda m: m.model.layers[0].mamba, forward=print)), "BambaMixer"),
@@ -215,23 +189,18 @@ CALLS: tuple[tuple[Call, str], ...] = (
      "WithoutKeywords does not pass the plan on"),
     (of_images("qwen2_vl", "position_ids"), "pass position_ids"),
     (of_images("hunyuan_vl", "position_ids"), "pad the batch"),
-    (of_images("hunyuan_vl", "cu_seq_lens_q"), "pad the batch"),
     # arguments
     (lambda mesh: attach(None), "mesh must be"),
-    (lambda mesh: attach(2), "got 2"),
     (lambda mesh: attach(mesh, loss_mesh=2), "loss_mesh"),
-    (lambda mesh: attach(mesh, exchange="fast"), "fast"),
     (called(IDS | {"ignore_index": 7}, "mamba2"), "ignore_index=7"),
     (called(BATCH | {"encoder_hidden_states": torch.randn(1, 64, 64)}, "gpt2", add_cross_attention=True),
      "encoder_hidden_states"),
     (cached("qwen3_next", "past_key_values", prepare), "past_key_values"),
-    (cached("mamba2", "cache_params", prepare), "cache_params"),
     (cached("qwen3_next", "past_key_values"), "KV cache, as with prefix tuning"),
     # masks and plans
     (called(attention_dropout=0.1), "attention dropout"),
     (called(model="gemma3", after=lambda m: given(layer_types=3 * ["full_attention"])(m.config)), "asks for"),
     (planned("gemma3", sliding_window=None), "sliding_window=None"),
-    (planned("mistral", sliding_window=0), "sliding_window=0"),
     (planned("llama4", attention_chunk_size=None), "attention_chunk_size"),
     (planned("paligemma"), "token_type_ids"),
     (planned("paligemma", BATCH | {"token_type_ids": torch.zeros(1, 7)}), r"must be \[B, S\] = \(1, 64\)"),
@@ -245,7 +214,6 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (prepared(lambda: spanwise.make_plan(SPANS, 1, cu_seqlens=[0, 23, 64])), "full_attention"),
     (called(TREE, "llama4"), "chunked attention"),
     (called(TREE, "qwen3_next"), "cannot follow the branches of a tree"),
-    (called(TREE, "minimax"), "cannot follow the branches of a tree"),
     (called(TREE, "mixtral, auxiliary loss"), "shared prefixes once"),
     (called(TREE, "deepseek_v32"), "tree"),
     # losses
@@ -255,10 +223,8 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (called(model=llama(WithZLoss), before=given(in_place=True)), "WithZLoss adds a term"),
     # evaluation
     (called(before=nn.Module.eval), "model.train"),
-    (called(PADDED, before=nn.Module.eval), "model.train"),
     (called(act=lambda m, batch: m.model(input_ids=batch["input_ids"])), "around it"),
     (called(evaluated=True), PACKS),
-    (called(model="mamba2", evaluated=True), PACKS),
     (called(OFFSETS, evaluated=True, act=lambda m, batch: m.model(**batch)), PACKS),
     (called(BATCH | {"attention_mask": torch.ones_like(IDS["labels"])}, evaluated=True), PACKS),
     (called(IDS | {"position_ids": ANEW, "attention_mask": places(AT < 59)}, evaluated=True), PACKS),
