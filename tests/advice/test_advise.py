@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +106,3 @@ def test_longest_first_is_within_grahams_bound_of_the_best(work: list[int], bins
     every = itertools.product(range(bins), repeat=len(work))
     best = min(np.bincount(np.array(each), work, minlength=bins).max() for each in every)
     assert best <= busiest <= (4 / 3 - 1 / (3 * bins)) * best + 1e-9
-
-
-@pytest.mark.slow
-def test_many_ranks_take_seconds() -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(rng.lognormal(np.log(8000), 1.3, 2000).astype(int) + 1, 1 << 18)
-    begin = time.process_time()
-    found = spanwise.advise(CONFIG, lengths, 1024)
-    assert time.process_time() - begin < 30
-    assert found.best.dp * found.best.cp * found.best.tp == 1024

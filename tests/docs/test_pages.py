@@ -83,21 +83,6 @@ def test_gpu_page_is_what_the_script_writes() -> None:
     assert make_gpu.page(page, make_gpu.load()) == page
 
 
-def test_gpu_page_says_whether_the_code_ran_on_a_gpu() -> None:
-    fine = {"what": "attention", "kernel": "flex", "dtype": "float32", "exchange": "ring", "status": "ok"}
-    errors = dict.fromkeys(("out", "dq", "dv"), 1e-7)
-    rows = [{**fine, **errors, "dk": error} for error in (2e-7, 3e-6)]
-    rows += [{**fine, "exchange": "needed", "status": "failed", "error": "dq differs"}]
-    step = {"name": "parity", "status": "failed", "seconds": 12.3, "error": "1 of 3 rows failed", "rows": rows}
-    found = {"dry": True, "date": "2026-01-01", "seconds": 20.0, "facts": {"device": "H200"}, "steps": [step]}
-    for result in (None, found):
-        text = make_gpu.results(result)
-        assert "has not run on a GPU yet" in text and "H200" not in text
-    text = make_gpu.results({**found, "dry": False})
-    assert "not run" not in text and "device H200" in text
-    assert "| flex | float32 | 3.0e-06 | 1 failed |" in text and "dq differs" in text
-
-
 def test_decisions_are_few() -> None:
     assert len(re.findall("^### ", (DOCS / "decisions.md").read_text(), re.MULTILINE)) <= 40
 

@@ -32,10 +32,17 @@ def test_traffic_is_that_of_maps_and_halos(data: st.DataObject, ranks: int, widt
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(1, length), max_size=5))})
     layout = spanwise.Layout.from_owners(owners, ranks, length, 1)
     everyone = document_runs.find(layout, [spanwise.Packing(cuts)])
-    reader, run = document_runs.maps(everyone, ranks)
     maps, rows = np.zeros((2, ranks, ranks), int)
-    np.add.at(maps, (reader, everyone.rank[run]), 1)
-    np.fill_diagonal(maps, 0)
+    for start, stop in itertools.pairwise(cuts):  # a run's map goes to every other rank with a later run
+        runs = [owners[i] for i in range(start, stop) if i == start or owners[i] != owners[i - 1]]
+        for number, owner in enumerate(runs):
+            for reader in {*runs[number + 1 :]} - {owner}:
+                maps[reader, owner] += 1
+    reader, run = document_runs.maps(everyone, ranks)
+    found = np.zeros_like(maps)
+    np.add.at(found, (reader, everyone.rank[run]), 1)
+    np.fill_diagonal(found, 0)
+    assert found.tolist() == maps.tolist()
     assert document_runs.map_traffic(everyone, ranks).tolist() == maps.tolist()
     reader, token = document_runs.halos(everyone, width)
     np.add.at(rows, (reader, np.array(owners)[token]), 1)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -150,33 +149,6 @@ def test_small_decays_of_long_runs_keep_their_digits() -> None:
     exact, one, four = results(1, torch.float64), results(1, torch.float32), results(4, torch.float32)
     for wanted, alone, cut in zip(exact, one, four, strict=True):
         assert (cut - wanted).abs().max() <= 2 * (alone - wanted).abs().max()
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), ranks=st.integers(1, 5))
-def test_only_maps_of_runs_that_go_on_elsewhere_travel(data: st.DataObject, ranks: int) -> None:
-    length = data.draw(st.integers(1, 40))
-    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=length, max_size=length))
-    cuts = sorted({0, length, *data.draw(st.lists(st.integers(1, length), max_size=5))})
-    layout = spanwise.Layout.from_owners(owners, ranks, length, 1)
-    everyone = document_runs.find(layout, [spanwise.Packing(cuts)])
-    wanted = []
-    for start, stop in documents_of(cuts):
-        runs = [(i, owners[i]) for i in range(start, stop) if i == start or owners[i] != owners[i - 1]]
-        for number, (first, owner) in enumerate(runs):
-            wanted += [(owner, reader, first) for reader in {other for _, other in runs[number + 1 :]} - {owner}]
-    reader, run = document_runs.maps(everyone, ranks)
-    owner = everyone.rank[run]
-    found = np.stack([owner, reader, everyone.start[run]], axis=1)[owner != reader].tolist()
-    assert sorted(map(tuple, found)) == sorted(wanted)
-
-
-def test_only_rows_before_runs_travel() -> None:
-    layout = spanwise.Layout([[(0, 0, 10), (1, 10, 20), (0, 20, 25), (1, 25, 40)]], num_ranks=2, seq_len=40)
-    everyone = document_runs.find(layout, [spanwise.Packing([0, 12, 20, 40])])
-    # Rank 1 reads 7 to 9, and 22 to 24; rank 0 begins a document at 20.
-    reader, token = document_runs.halos(everyone, 3)
-    assert reader.tolist() == [1] * 6 and token.tolist() == [7, 8, 9, 22, 23, 24]
 
 
 @pytest.mark.parametrize("cuts", [[0, 7, 90], [0, 30, 60, 90]])
