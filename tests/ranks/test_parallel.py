@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import spanwise
 from spanwise import ContextParallel, SpanMask
 from tests.oracle import make_problem
-from tests.ranks.calls import errors, leaves_of, step
+from tests.ranks.calls import errors, step
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 
@@ -63,22 +63,14 @@ class Varlen(nn.Module):
         return torch.cat(out, 1).transpose(0, 1)
 
 
-class OffsetsAlone(Varlen):
-    def forward(self, query, key, value, cu_seq_q, max_q):
-        return super().forward(query, key, value, cu_seq_q, cu_seq_q, max_q, max_q)
-
-
 def run(
     inner: type[nn.Module], style: dict[str, Any], call: Callable[..., Any], plan: spanwise.Plan = PLAN,
     heads: tuple[int, int] = (4, 2), scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Apply the style to ``{"layers.*"}`` and make one call with gradients; `scale` is that of the module, as a factor
-    of the usual one."""
-    kind, dim = style.get("attention_type", "sdpa"), style.get("seq_dim", 2)
+    """Apply the style and make one call with gradients; `scale` is that of the module, as a factor of the usual one."""
+    varlen, dim = style.get("attention_type") == "varlen", style.get("seq_dim", 2)
     problem = make_problem(plan.masks.get(style.get("mask_name"), plan.mask()).dense(), heads=heads)
-    if scale != 1.0:
-        scaled = make_problem(plan.mask().dense(), heads=heads)
-        problem = scaled._replace(q=scaled.q / scale, dq=scaled.dq * scale)
+    problem = problem._replace(q=problem.q / scale, dq=problem.dq * scale)
 
     def on_rank(rank: int, mesh: Any) -> list[float]:
         model: Any = nn.ModuleDict({"layers": nn.ModuleList([inner()])}).eval()
@@ -86,12 +78,13 @@ def run(
         applied = ContextParallel(**{"attention_type": "sdpa"} | style)
         parallelize_module(model, mesh, {"layers.*": applied})
         assert applied.num_applied == 1
-        leaves, grad = leaves_of(plan, mesh, problem)
-        given = [x.squeeze(0).transpose(0, 1) if kind == "varlen" else x.transpose(dim, 2) for x in leaves]
-        out = call(model["layers"][0], given, plan, mesh)
-        out = out.transpose(0, 1).unsqueeze(0) if kind == "varlen" else out.transpose(dim, 2)
-        out.backward(grad)
-        return errors(plan, rank, problem, [out, *(x.grad for x in leaves)])
+
+        def attend(*qkv: Any) -> torch.Tensor:
+            given = [x.squeeze(0).transpose(0, 1) if varlen else x.transpose(dim, 2) for x in qkv[:3]]
+            out = call(model["layers"][0], given, plan, mesh)
+            return out.transpose(0, 1).unsqueeze(0) if varlen else out.transpose(dim, 2)
+
+        return errors(plan, rank, problem, step(plan, mesh, problem, attend))
 
     axes: dict[str, Any] = {}
     if 1 < plan.inner < plan.num_ranks:  # beside another axis, as beside data parallelism
@@ -110,29 +103,26 @@ def with_mask(layer: Any, t: Any, plan: Any, mesh: Any) -> Any:
 
 VARLEN = {"attention_type": "varlen"}
 PACKING = spanwise.Packing([0, 5, 5, 12, 13], cu_seqlens_q_padded=[0, 8, 16, 32, 40])
+TWO = {"default": MASK, "full": SpanMask.causal(LENGTH)}
 # A module, its style, a call, and more of `run`.
 RIGHT: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "positional": (SDPA, {}, lambda layer, t, plan, mesh: layer(*t, plan), on((2, 2), "needed")),
-    "keyword": (SDPA, {}, with_mask, on(2, "ring")),
     "all keywords, RankPlan": (
         SDPA, {}, lambda layer, t, plan, mesh: layer(q=t[0], k=t[1], v=t[2], attn_mask=plan.local(mesh)), {},
     ),
-    "tokens first": (TokensFirst, {"seq_dim": 1}, with_mask, on((2, 2), "ring")),
     "heads traded, tokens first": (TokensFirst, {"seq_dim": 1}, with_mask, on(4, "ulysses")),
     "the style's plan": (
         AlwaysCausal, {"plan": CAUSAL}, lambda layer, t, plan, mesh: layer(*t), {"plan": CAUSAL, "heads": (4, 4)},
     ),
-    "a named mask": (SDPA, {"mask_name": "full"}, with_mask, {"plan": spanwise.make_plan(
-        {"default": MASK, "full": SpanMask.causal(LENGTH)}, 2, block_size=4)}),
+    "a named mask": (SDPA, {"mask_name": "full"}, with_mask, {"plan": spanwise.make_plan(TWO, 2, block_size=4)}),
     "a declared scale": (Scaled, {"scale": 0.5}, with_mask, {"heads": (4, 4), "scale": 0.5 * math.sqrt(8)}),
     "a packing with padding": (SDPA, {}, with_mask, {"plan": spanwise.make_plan(
         PACKING.mask(), (2, 2), balancer="dual_chunk", packing=PACKING, exchange="needed")}),
     "varlen": (Varlen, VARLEN, lambda layer, t, plan, mesh: layer(*t, plan, plan, 20, 20), {}),
-    "varlen, keywords": (
+    "varlen, keywords, RankPlan": (
         Varlen, VARLEN,
-        lambda layer, t, plan, mesh: layer(*t, cu_seq_q=plan, cu_seq_k=None, max_q=0, max_k=0, scale=None), {},
+        lambda layer, t, plan, mesh: layer(*t, cu_seq_q=plan.local(mesh), cu_seq_k=None, max_q=0, max_k=0), {},
     ),
-    "varlen, RankPlan": (OffsetsAlone, VARLEN, lambda layer, t, plan, mesh: layer(*t, plan.local(mesh), 20), {}),
 }  # fmt: skip
 
 
@@ -153,15 +143,12 @@ def flex_steps(rank: int, mesh: Any, score_mod: Any) -> list[list[torch.Tensor]]
     """
     module, problem = Flex(), make_problem(MASK.dense())
     parallelize_module(module, mesh["cp"], ContextParallel(attention_type="flex"))
-    found = [
-        step(PLAN, mesh, problem, call)
-        for call in (
-            lambda *t: module(*t[:3], block_mask=PLAN, score_mod=score_mod),
-            lambda *t: module(*t[:4], score_mod=score_mod),
-            lambda *t: module(q=t[0], k=t[1], v=t[2], block_mask=PLAN, score_mod=score_mod),
-            lambda *t: spanwise.context_parallel_attention(*t, score_mod=score_mod, kernel="reference"),
-        )
+    calls: list[Callable[..., Any]] = [
+        lambda *t: module(*t[:4], score_mod=score_mod),
+        lambda *t: module(q=t[0], k=t[1], v=t[2], block_mask=PLAN, score_mod=score_mod),
+        lambda *t: spanwise.context_parallel_attention(*t, score_mod=score_mod, kernel="reference"),
     ]
+    found = [step(PLAN, mesh, problem, call) for call in calls]
     assert score_mod or all(max(errors(PLAN, rank, problem, got)) <= 1e-10 for got in found)
     return found
 
@@ -170,8 +157,8 @@ def flex_steps(rank: int, mesh: Any, score_mod: Any) -> list[list[torch.Tensor]]
 def test_flex_module_on_cpu_with_gradients(gloo_pool: GlooPool, score_mod: Any) -> None:
     """A score_mod of the call sees global positions, as that of the function does."""
     for results in gloo_pool.run(2, flex_steps, score_mod):
-        for got in results[:3]:
-            for x, y in zip(got, results[3], strict=True):
+        for got in results[:2]:
+            for x, y in zip(got, results[2], strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
@@ -199,10 +186,6 @@ class Gated(nn.Module):
         return self.gate * F.scaled_dot_product_attention(q, k, v, attn_mask)
 
 
-def packed(layer: Any, t: Any, plan: Any, mesh: Any) -> Any:
-    return layer(*(x[0].transpose(0, 1) for x in t), attn_mask=plan)
-
-
 OFFSETS, DENSE = torch.tensor([0, LENGTH]), torch.ones(19, 37, dtype=torch.bool)
 # A call that must be refused, what the error names, and of which module under which style.
 WRONG: list[tuple[Callable[..., Any], str, type[nn.Module], dict[str, Any]]] = [
@@ -213,19 +196,11 @@ WRONG: list[tuple[Callable[..., Any], str, type[nn.Module], dict[str, Any]]] = [
     (lambda layer, t, plan, mesh: layer(*t, MASK.block_mask("cpu")), "a BlockMask", SDPA, {}),
     (lambda layer, t, plan, mesh: layer(*t, plan, dropout_p=0.1), "dropout_p=0.1", SDPA, {}),
     (lambda layer, t, plan, mesh: layer(*t, plan, window=3), "window=3", SDPA, {}),
-    (lambda layer, t, plan, mesh: layer(*t[:2], attn_mask=plan), r"got \['k', 'q'\]", SDPA, {}),
     (lambda layer, t, plan, mesh: layer(*t, plan, block_mask=DENSE), "two masks", SDPA, {}),
-    (lambda layer, t, plan, mesh: layer(*t, plan, is_causal=1), "is_causal=1", SDPA, {}),
-    (with_mask, "'flash'", SDPA, {"kernel": "flash"}),
-    (with_mask, "'window'", SDPA, {"mask_name": "window"}),
-    (packed, "'varlen'", SDPA, {}),
-    (packed, "'varlen'", TokensFirst, {"seq_dim": 1}),
     (lambda layer, t, plan, mesh: layer(*t, OFFSETS, None, 37, 37), "a Tensor.*cu_seq_q=plan", Varlen, VARLEN),
     (lambda layer, t, plan, mesh: layer(*t, plan, OFFSETS, 37, 37), "cu_seq_k", Varlen, VARLEN),
-    (lambda layer, t, plan, mesh: layer(*t, plan, plan, 37, 37, window_size=(-1, 0)), r"window_size=\(-1, 0\)", Varlen,
-     VARLEN),
+    (lambda layer, t, plan, mesh: layer(*t, plan, plan, 37, 37, window_size=(9, 0)), "window_size=", Varlen, VARLEN),
     (with_mask, "not an attention call", NotAttention, {}),
-    (with_mask, "could not run", nn.Identity, {}),
     (with_mask, "something other", DropoutInTraining, {}),
     (with_mask, r"\['gate'\]", Gated, {}),
     (with_mask, "something other", Scaled, {}),
@@ -240,12 +215,8 @@ def test_calls_and_modules_that_cannot_be_right_are_refused(
         run(inner, style, call)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"attention_type": "flash"}, {"seq_dim": 3}, {"plan": MASK}, {"attention_type": "varlen", "seq_dim": 1}],
-    ids=str,
-)
-def test_bad_styles(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=list(options)[-1]):
-        ContextParallel(**options)
-    assert ContextParallel(attention_type="sdpa").num_applied == 0
+def test_bad_styles() -> None:
+    varlen = {"attention_type": "varlen", "seq_dim": 1}
+    for options in ({"attention_type": "flash"}, {"seq_dim": 3}, {"plan": MASK}, varlen):
+        with pytest.raises(ValueError, match=list(options)[-1]):
+            ContextParallel(**options)
