@@ -73,11 +73,6 @@ def rank_plan(mesh: DeviceMesh, options: Options) -> Call:
     return call
 
 
-def packed(mesh: DeviceMesh, options: Options) -> Call:
-    local = plan_of(mesh).local(mesh)
-    return lambda x: spanwise.packed_attention(*[x[:, None]] * 3, local, mask_name="full")
-
-
 def unshard(mesh: DeviceMesh, options: Options) -> Call:
     local = plan_of(mesh).local(mesh)
     return lambda x: spanwise.unshard(local, x=x[None])
@@ -104,11 +99,6 @@ def gated_delta(mesh: DeviceMesh, options: Options) -> Call:
         return recurrence.gated_delta(x, x, x, -gates, gates, route, normalize=normalize)
 
     return call
-
-
-def causal_conv(mesh: DeviceMesh, options: Options) -> Call:
-    route, width = recurrence.recurrence_route(plan_of(mesh), mesh), options.get("width", 3)
-    return lambda x: recurrence.causal_conv(x, torch.ones(5, width), None, route)
 
 
 def relayout(mesh: DeviceMesh, options: Options) -> Call:
@@ -160,7 +150,7 @@ def unshard_edges(mesh: DeviceMesh, options: Options) -> Call:
 CALLS = {
     make.__name__: make
     for make in (
-        attention, rank_plan, packed, unshard, roll, gated_linear, gated_delta, causal_conv, relayout, cross_entropy,
+        attention, rank_plan, unshard, roll, gated_linear, gated_delta, relayout, cross_entropy,
         linear_cross_entropy, token_logprobs, unshard_edges,
     )
 }  # fmt: skip

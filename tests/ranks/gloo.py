@@ -1,16 +1,10 @@
 """Ranks as real processes over gloo: what threads cannot show.
 
 Splits that are really validated, collectives that run asynchronously, ranks that die, and ranks that wait for each
-other. The processes are started once in a test session and make a new process group for every call, so that no call
-sees what an earlier one left behind. Use the `gloo_pool` fixture:
-
-    def gathers(rank, mesh, x): ...            # at module level: it travels by its qualified name
-
-    def test_gathers(gloo_pool):
-        results = gloo_pool.run(4, gathers, x)
-
-Ranks that are to die get processes of their own: `started(fn, …).outcomes()`. For numerics `tests.ranks.harness` does
-the same in threads, many times faster.
+other. ``gloo_pool.run(4, fn, x)`` runs ``fn(rank, mesh, x)`` in processes that are started once in a test session and
+make a new process group for every call; functions travel by their qualified names. Ranks that are to die get processes
+of their own: ``started(fn, …).outcomes()``. For numerics `tests.ranks.harness` does the same in threads, many times
+faster.
 """
 
 from __future__ import annotations
@@ -20,17 +14,14 @@ import gc
 import math
 import os
 import pickle
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -51,9 +42,6 @@ CONNECTS = (20.0, 100.0, HANG)  # seconds for gloo to connect all ranks, by atte
 class RemoteTraceback(Exception):
     """The traceback of a rank as text: the cause of the exception that the caller sees."""
 
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0])
-
 
 class Outcome(NamedTuple):
     """How a rank ended: with a result, an error, or the exit code of its process; all None if it has not ended."""
@@ -71,13 +59,12 @@ class Processes:
 
     def __init__(self, num_ranks: int) -> None:
         context = forked()
-        self._folder = Path(tempfile.mkdtemp(prefix="gloo-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._calls = 0
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, str(self._log(rank))), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()
             theirs.close()  # so that our end reads end-of-file when the process dies
             self._ranks.append((process, ours))
@@ -88,34 +75,32 @@ class Processes:
         self, fn: Callable[..., Any], args: Any, kwargs: Any, shape: tuple[int, ...], names: tuple[str, ...],
         timeout: float | None = None, *, hosts: bool = False, stays: bool = False,
     ) -> None:  # fmt: skip
-        """Begin a call on the first ranks.
+        """Begin a call on the first ranks, over a mesh of this shape and names.
 
         Args:
-            shape, names: of the mesh.
             timeout: seconds, of the groups of the mesh; that of the world is out of reach. None: the world's, for all.
             hosts: whether rank 0 hosts the store, as without torchrun.
             stays: whether a rank that has failed keeps its connections, so that others are not released by their end.
         """
         self._calls += 1  # the name of the call keeps its keys in the store apart
-        group = (_free_port() if hosts else self._store.port, str(self._calls), hosts, shape, names, timeout, stays)
-        message = pickle.dumps((group, fn, args, kwargs))
-        for _, ours in self._ranks[: math.prod(shape)]:
-            ours.send_bytes(message)
+        port = self._store.port
+        if hosts:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+        group = (port, str(self._calls), hosts, shape, names, timeout, stays)
+        self.tell_all(pickle.dumps((group, fn, args, kwargs)), math.prod(shape))
 
-    def connected(self) -> None:
-        """Return when all ranks have made their process groups, so that calls do not start all at once."""
-        for _, ours in self._ranks:
-            assert ours.poll(HANG) and ours.recv_bytes() == CONNECTED
+    def tell_all(self, message: bytes, num_ranks: int) -> None:
+        for _, ours in self._ranks[:num_ranks]:
+            ours.send_bytes(message)
 
     def collect(
         self, ranks: Sequence[int], connects: float = HANG, timeout: float = HANG, patience: float = HANG
     ) -> list[Outcome]:
-        """How each of `ranks` ended; nothing if no rank has made its group.
+        """How each of `ranks` ended; nothing if none has made its group after `connects` seconds.
 
-        Args:
-            connects: seconds until the first rank must have made its group.
-            timeout: seconds from then on.
-            patience: seconds that the others have when a rank has failed.
+        From then on they have `timeout` seconds, and `patience` when a rank has failed.
         """
         outcomes = {rank: Outcome() for rank in ranks}
         pending = {self._ranks[rank][1]: rank for rank in ranks}
@@ -131,7 +116,7 @@ class Processes:
                 except (EOFError, ConnectionError):
                     process = self._ranks[rank][0]
                     process.join(5)
-                    message = pickle.dumps(Outcome(exit_code=process.exitcode, text=self._log(rank).read_text()))
+                    message = pickle.dumps(Outcome(exit_code=process.exitcode))
                 if message == CONNECTED:
                     deadline, connected = (deadline if connected else time.monotonic() + timeout), True
                     continue
@@ -146,28 +131,24 @@ class Processes:
         """How each rank ended, `but` some that are not waited for; then all processes are ended."""
         ranks = [rank for rank in range(len(self._ranks)) if rank not in but]
         found = dict(zip(ranks, self.collect(ranks), strict=True))
-        late = [rank for rank, outcome in found.items() if outcome == Outcome()]
-        stacks = self.stacks(late)
+        late = self.late(found)
         self.end()
-        assert not stacks, stacks
+        assert not late, late
         return [found.get(rank, Outcome()) for rank in range(len(self._ranks))]
 
-    def stacks(self, ranks: Sequence[int]) -> str:
-        """What ranks are doing: faulthandler writes it to the rank's log on a signal."""
-        for rank in ranks:
+    def late(self, outcomes: dict[int, Outcome]) -> list[int]:
+        """Ranks that have not ended; they write their stacks to stderr."""
+        late = [rank for rank, outcome in outcomes.items() if outcome == Outcome()]
+        for rank in late:
             os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
-        time.sleep(0.5 if ranks else 0)
-        return "\n".join(f"rank {rank}:\n{self._log(rank).read_text()}" for rank in ranks)
+        time.sleep(0.5 if late else 0)
+        return late
 
     def end(self) -> None:
         for process, ours in self._ranks:
             process.kill()
             process.join()
             ours.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.log"
 
 
 def started(
@@ -177,7 +158,8 @@ def started(
     """Ranks of their own that run ``fn(rank, mesh, *args)`` and may die; see `Processes.start`."""
     processes = Processes(math.prod(mesh_shape))
     processes.start(fn, args, {}, mesh_shape, names, timeout, hosts=store_in_rank_0, stays=True)
-    processes.connected()
+    for _, ours in processes._ranks:  # so that calls do not start all at once
+        assert ours.poll(HANG) and ours.recv_bytes() == CONNECTED
     return processes
 
 
@@ -207,9 +189,8 @@ class GlooPool:
 
         Raises:
             The exception that a rank raised first, with its `rank` and the rank's traceback as its cause.
-            RuntimeError: A process died; the text names the rank and holds what it left behind.
-            TimeoutError: Ranks did not answer within `timeout` seconds of their connection; the text holds the stack of
-                each.
+            RuntimeError: A process died.
+            TimeoutError: Ranks did not answer within `timeout` seconds; their stacks are in stderr.
         """
         assert num_ranks <= self.num_ranks
         shape = (num_ranks,) if mesh_shape is None else tuple(mesh_shape)
@@ -219,49 +200,40 @@ class GlooPool:
             if outcomes := processes.collect(range(num_ranks), connects, timeout, patience=30):
                 break
             self.__exit__()  # `fn` has run on no rank
-        late = [rank for rank, outcome in enumerate(outcomes) if outcome == Outcome()]
-        stacks = processes.stacks(late)
+        late = processes.late(dict(enumerate(outcomes)))
         if late or any(outcome.exit_code is not None for outcome in outcomes):
             self.__exit__()
         else:  # let ranks leave their groups: one that left early would fail those that still talk
-            for _, ours in processes._ranks[:num_ranks]:
-                ours.send_bytes(b"all have answered")
-        first = min(range(num_ranks), key=lambda rank: outcomes[rank].failed_at)
+            processes.tell_all(b"all have answered", num_ranks)
         for rank, outcome in enumerate(outcomes):
             if outcome.exit_code is not None:
-                raise RuntimeError(f"rank {rank} died with exit code {outcome.exit_code}: {outcome.text}")
-        if outcomes[first].failed_at < math.inf:
-            outcomes[first].error.rank = first
-            raise outcomes[first].error from RemoteTraceback(f"rank {first} of {num_ranks}:\n{outcomes[first].text}")
+                raise RuntimeError(f"rank {rank} died with exit code {outcome.exit_code}")
+        rank, first = min(enumerate(outcomes), key=lambda found: found[1].failed_at)
+        if first.error is not None:
+            first.error.rank = rank
+            raise first.error from RemoteTraceback(f"rank {rank} of {num_ranks}:\n{first.text}")
         if late:
-            raise TimeoutError(f"ranks {late} did not answer in time\n{stacks}")
+            raise TimeoutError(f"ranks {late} did not answer in time")
         return [outcome.result for outcome in outcomes]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _serve(rank: int, connection: Connection, log_path: str) -> None:
+def _serve(rank: int, connection: Connection) -> None:
     """A rank: answers one call after the other until the test process closes its end."""
     gc.freeze()  # what the server has imported: a full garbage collection is 0.4 s shorter
-    with open(log_path, "w") as log:
-        faulthandler.enable(log)
-        faulthandler.register(signal.SIGUSR1, log)
-        torch.set_num_threads(1)
-        if sys.platform == "linux":
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up the host's name, which may not resolve
-        connection.send_bytes(b"ready")
-        while True:
-            try:
-                message = connection.recv_bytes()
-                connection.send_bytes(_answer(rank, connection, message))
-                connection.recv_bytes()
-            except EOFError:
-                return
-            _leave()
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up the host's name, which may not resolve
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            message = connection.recv_bytes()
+            connection.send_bytes(_answer(rank, connection, message))
+            connection.recv_bytes()
+        except EOFError:
+            return
+        _leave()
 
 
 def _answer(rank: int, connection: Connection, message: bytes) -> bytes:

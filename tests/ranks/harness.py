@@ -38,31 +38,17 @@ T = TypeVar("T")
 
 
 def run_ranks(
-    num_ranks: int,
-    fn: Callable[..., T],
-    *args: Any,
-    mesh_shape: Sequence[int] | None = None,
-    mesh_dim_names: Sequence[str] = ("cp",),
-    timeout: float = HANG,
-    **kwargs: Any,
-) -> list[T]:
+    num_ranks: int, fn: Callable[..., T], *args: Any, mesh_shape: Sequence[int] | None = None,
+    mesh_dim_names: Sequence[str] = ("cp",), timeout: float = HANG, **kwargs: Any,
+) -> list[T]:  # fmt: skip
     """Runs ``fn(rank, mesh, *args, **kwargs)`` on every rank, each a thread, and returns the results by rank.
 
-    Args:
-        num_ranks: Ranks of the world.
-        fn: What a rank does. `mesh` is its CPU `DeviceMesh`.
-        mesh_shape: Shape of the mesh; one axis over all ranks if None.
-        mesh_dim_names: One name an axis.
-        timeout: Seconds after which ranks that still run are given up.
-
     Raises:
-        The first exception that any rank raised, as it was, with a note that names the rank (also in its attribute
-        `rank`). The other ranks are released from the collectives that they wait in.
-        TimeoutError: Ranks did not finish; the text holds the stack of each.
+        The first exception that any rank raised, with the `rank`. The others are released from their collectives.
+        TimeoutError: Ranks did not finish within `timeout` seconds; the text holds the stack of each.
     """
     shape = (num_ranks,) if mesh_shape is None else tuple(mesh_shape)
-    if math.prod(shape) != num_ranks or len(shape) != len(mesh_dim_names):
-        raise ValueError(f"mesh_shape {shape} with names {tuple(mesh_dim_names)} does not hold {num_ranks} ranks")
+    assert math.prod(shape) == num_ranks and len(shape) == len(mesh_dim_names)
     store = dist.HashStore()
     results: list[Any] = [None] * num_ranks
     errors: list[tuple[int, BaseException]] = []  # in the order in which they were raised
@@ -112,20 +98,16 @@ def run_ranks(
     if errors:
         rank, error = errors[0]
         error.rank = rank
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"raised on rank {rank} of {num_ranks}")
         raise error
     return results
 
 
 def _stacks(threads: Sequence[threading.Thread], timeout: float) -> str:
-    frames = sys._current_frames()
-    parts = [f"ranks did not finish within {timeout} s"]
+    frames, text = sys._current_frames(), f"ranks did not finish within {timeout} s"
     for rank, thread in enumerate(threads):
-        frame = frames.get(thread.ident or 0)
-        state = "".join(traceback.format_stack(frame)) if thread.is_alive() and frame is not None else "has returned\n"
-        parts.append(f"rank {rank}: {state}")
-    return "\n".join(parts)
+        frame = frames.get(thread.ident or 0) if thread.is_alive() else None
+        text += f"\nrank {rank}: {''.join(traceback.format_stack(frame)) if frame else 'has returned'}"
+    return text
 
 
 _start_unchecked = threaded.ProcessLocalGroup._start_coll
@@ -144,18 +126,14 @@ def _start_checked(collective: Any, pg: dist.ProcessGroup) -> Any:
 def _join_late(self: threaded.Collective, rank: int, data: Any) -> dist.Work:
     """`Collective.join`, but the results are there after a wait. A broadcast's are at once: torch itself reads them."""
     collective = self._collective.collective
-    results, sent = _results_and_sent(collective, data)
+    if isinstance(collective, (threaded.AllReduce, threaded.Broadcast)):  # results overwrite what is sent
+        results, sent = list(data), []
+    else:
+        results, sent = tree_leaves(data[0]), tree_leaves(data[1])
     with torch.inference_mode(False), _disable_current_modes():
         before = [(x, x.clone()) for x in map(_alias, sent)]
     work = _join_at_once(self, rank, data)
     return work if isinstance(collective, threaded.Broadcast) else _LateWork(self._collective.kind, results, before)
-
-
-def _results_and_sent(collective: Any, data: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that a collective writes, and those that it reads only."""
-    if isinstance(collective, (threaded.AllReduce, threaded.Broadcast)):
-        return list(data), []
-    return tree_leaves(data[0]), tree_leaves(data[1])
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +152,8 @@ class _LateWork(dist.Work):
         with torch.inference_mode(False), _disable_current_modes():
             self.results = [(x, x.clone()) for x in map(_alias, results)]
             for x, _ in self.results:
-                x.fill_(math.nan if x.is_floating_point() or x.is_complex() else _nonsense(x.dtype))
+                inexact = x.is_floating_point() or x.is_complex()
+                x.fill_(math.nan if inexact else 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max - 1)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         results, sent, self.results, self.sent = self.results, self.sent, [], []
@@ -185,10 +164,6 @@ class _LateWork(dist.Work):
                 if not ((x == before) | ((x != x) & (before != before))).all():
                     raise RuntimeError(f"{self.kind}: what was sent changed before the wait")
         return True
-
-
-def _nonsense(dtype: torch.dtype) -> int:
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).max - 1
 
 
 def _kind(collective: Any) -> str:

@@ -292,10 +292,7 @@ ONES, RELAYS = [[0.0], [256.0], *[[1.0]] * 6], one_key(12, exchange="hierarchica
 ALONE = [[0.0], [1.0], [0.0], [0.0], [256.0], [1.0], [0.0], [0.0], [256.0], [1.0], [0.0], [0.0]]
 SUMS = {f"{named(way)}": (one_key(8, **way), 1, ONES, 262.0) for way in EXCHANGES[:-1]} | {
     # Ulysses adds tokens where they are computed, and what travels is a sum over heads, also of a K/V head of several.
-    **{f"ulysses, {kv_heads} of {heads} heads": (
-        one_key(ranks, exchange="ulysses"), kv_heads,
-        [kv_heads * [256.0, *[1.0] * (heads // kv_heads - 1)], *[[0.0] * heads] * (ranks - 1)], total)
-       for heads, kv_heads, ranks, total in ((8, 1, 8, 264.0), (12, 3, 4, 260.0), (10, 2, 5, 260.0))},
+    "ulysses": (one_key(4, exchange="ulysses"), 3, [3 * [256.0, 1.0, 1.0, 1.0], *[[0.0] * 12] * 3], 260.0),
     "relays": (RELAYS, 1, ALONE, 516.0),  # two hosts send one row home each; 515 in bfloat16
 }  # fmt: skip
 
@@ -365,17 +362,13 @@ def test_sinks_of_one_device(kernel: str) -> None:
     assert relative_error(results(little)[-1], results(little.double())[-1]) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("exchange", "dtype", "tolerance"),
-    [("needed", torch.float64, 1e-10), ("ring", torch.float64, 1e-10), ("needed", torch.bfloat16, 5e-2)],
-)
-def test_latents_that_all_heads_read(exchange: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_latents_that_all_heads_read() -> None:
     """Queries in the space of latents: V is K's first part. Half precision is cast also where rows expand again."""
-    problem = make_problem(DOCUMENTS.dense(), heads=(12, 1), dims=(5, 3), dtype=dtype)
-    plan, half = spanwise.make_plan(DOCUMENTS, 3, exchange=exchange, block_size=8), dtype == torch.bfloat16
+    problem = make_problem(DOCUMENTS.dense(), heads=(12, 1), dims=(5, 3), dtype=torch.bfloat16)
+    plan = spanwise.make_plan(DOCUMENTS, 3, exchange="needed", block_size=8)
 
     def expand(latents: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        latents = torch.nn.functional.linear(latents, torch.eye(3, dtype=torch.float32 if half else dtype))
+        latents = torch.nn.functional.linear(latents, torch.eye(3))
         return torch.cat([latents, rope], -1), latents
 
     def results(attend: Any, place: Any, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -388,12 +381,12 @@ def test_latents_that_all_heads_read(exchange: str, dtype: torch.dtype, toleranc
 
     def on_rank(rank: int, mesh: Any) -> list[torch.Tensor]:
         def attend(*rows: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            with torch.autocast("cpu", torch.bfloat16):
                 return spanwise.context_parallel_attention(*rows, plan, mesh, kernel="sdpa", expand=expand)
 
-        return results(attend, lambda x: spanwise.shard(plan, mesh, x.detach(), dim=2), dtype)
+        return results(attend, lambda x: spanwise.shard(plan, mesh, x.detach(), dim=2), torch.bfloat16)
 
     wanted = results(dense, lambda x: x.detach().clone(), torch.float64)
     for rank, found in enumerate(run_ranks(3, on_rank)):
         for got, want in zip(found, wanted, strict=True):
-            assert relative_error(got.detach(), plan.shard(want.detach(), rank, dim=2)) <= tolerance
+            assert relative_error(got.detach(), plan.shard(want.detach(), rank, dim=2)) <= 5e-2

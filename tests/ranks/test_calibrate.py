@@ -18,7 +18,7 @@ from spanwise.calibrate.fit import AttentionCall, Sample, fit_attention, fit_lin
 from spanwise.calibrate.measure import Calibration, measure
 from spanwise.calibrate.rates import SMALLEST, Ranks
 from spanwise.cli.calibrate import show
-from spanwise.hardware import COLLECTIVES, CPU_HOST, Hardware
+from spanwise.hardware import CPU_HOST, Hardware
 from tests.cli.commands import run
 from tests.ranks.gloo import GlooPool
 
@@ -55,17 +55,14 @@ def test_fit_finds_attention_figures(fixed: float, edge: float) -> None:
     assert {sample.figure for sample in samples} == {"attention forward", "attention backward"}
 
 
-@pytest.mark.parametrize(("sigma", "drift", "spread"), [(0.2, 0.04, 0.15), (0.6, 0.08, 0.3)])
-def test_fit_stands_noise_on_both_sides(sigma: float, drift: float, spread: float) -> None:
+def test_fit_stands_noise_on_both_sides() -> None:
     # Twice as long and half as long are equally far away: the rate must not drift to one side. (Residuals relative to
-    # the measured times alone give 0.08; relative to the fitted times alone, -0.13 with more noise.)
-    calls = synthetic_calls()
-    rng = np.random.default_rng(0)
-    rates = []
+    # the fitted times alone give -0.13.)
+    calls, rng, rates = synthetic_calls(), np.random.default_rng(0), []
     for _ in range(20):
-        noisy = attention_seconds(calls, 1e-3, 100) * np.exp(sigma * rng.standard_normal(len(calls)))
+        noisy = attention_seconds(calls, 1e-3, 100) * np.exp(0.6 * rng.standard_normal(len(calls)))
         rates.append(math.log(fit_attention(calls, noisy.tolist())[0]["attention_flops"] / 5e10))
-    assert abs(np.mean(rates)) < drift and np.std(rates) < spread
+    assert abs(np.mean(rates)) < 0.08 and np.std(rates) < 0.3
 
 
 def test_fit_refuses_times_without_meaning() -> None:
@@ -107,30 +104,22 @@ def everything(rank: int, mesh, out: str, options: dict) -> tuple[dict, dict, fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"host_size": 2, "num_q_heads": 4, "num_kv_heads": 2}], ids=["one", "two"])
-def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path, options: dict) -> None:
-    """Of one level, or two."""
-    path = tmp_path / "here.json"
-    results = gloo_pool.run(4 if options else 2, everything, str(path), options)
+def test_processes_agree_on_one_hardware(gloo_pool: GlooPool, tmp_path) -> None:
+    """Of two levels, in a range from a very slow computer to a very fast one; a call's time is that of the sweep."""
+    path = str(tmp_path / "here.json")
+    results = gloo_pool.run(4, everything, path, {"host_size": 2, "num_q_heads": 4, "num_kv_heads": 2})
     first, samples, seconds = results[0]
     assert all(result[:2] == results[0][:2] for result in results), "every rank must return the same figures"
     hardware = Hardware.load(path)
     assert hardware.to_dict() == first
-    # From a very slow computer to a very fast one; times of single calls are those of the sweep.
     for rate in (hardware.attention_flops, hardware.attention_backward_flops, hardware.matmul_flops):
         assert 1e7 < rate < 1e14
     assert 1e7 < hardware.memory_bandwidth < 1e13 and 2**20 < hardware.memory < 2**50
-    assert [link.ranks for link in hardware.links] == ([2, None] if options else [None])
+    assert [link.ranks for link in hardware.links] == [2, None]
     assert all(1e4 < link.bandwidth < 1e12 and 0 <= link.latency < 1 for link in hardware.links)
     assert 0 <= hardware.kernel_seconds < 1 and 0 <= hardware.edge_pairs <= 1024
-    assert f"{'4 and 2' if options else '8 and 8'} heads of 64" in hardware.source
-    assert all(0 < value < seconds for value in samples.values())
-    if not options:  # the smallest size of each collective; own keys of every problem; figures describe their samples
-        problems = [f"{tokens} tokens in documents of {median}, own keys" for tokens, median in QUICK["problems"]]
-        assert {*(f"{c} of {SMALLEST:,} bytes" for c in COLLECTIVES), *problems} <= set(samples)
-        assert any("remote" in what for what in samples)
-        moved = hardware.all_gather_seconds(SMALLEST, 2)
-        assert 0.1 < moved / samples[f"all_gather of {SMALLEST:,} bytes"] < 10
+    assert "4 and 2 heads of 64" in hardware.source and all(0 < value < seconds for value in samples.values())
+    assert any("remote" in what for what in samples) and any("own keys" in what for what in samples)
 
 
 def of_ranks(rank: int, mesh, hosts: list[str]) -> tuple[list[float], list[float], list[int]]:
@@ -165,17 +154,18 @@ def test_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "message"),
-    [
-        (1, {}, "two ranks .*; got one of shape"),
-        (2, {"host_size": 3}, "host_size .*3"),
-        (2, {"kernel": "fast"}, "'fast'"),
-        (2, {"num_q_heads": 3, "num_kv_heads": 2}, "got 3 and 2"),
-    ],
-)
-def test_what_cannot_be_measured(gloo_pool: GlooPool, ranks: int, options: dict, message: str) -> None:
+    ("options", "message"),
+    [({"host_size": 3}, "host_size .*3"), ({"kernel": "fast"}, "'fast'"),
+     ({"num_q_heads": 3, "num_kv_heads": 2}, "got 3 and 2")],
+)  # fmt: skip
+def test_what_cannot_be_measured(gloo_pool: GlooPool, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gloo_pool.run(ranks, everything, "", options)
+        gloo_pool.run(2, everything, "", options)
+
+
+def test_one_rank_has_no_link(gloo_pool: GlooPool) -> None:
+    with pytest.raises(ValueError, match="two ranks .*; got one of shape"):
+        gloo_pool.run(1, everything, "", {})
     with pytest.raises(ValueError, match="two ranks .*; got no mesh"):
         measure(None, **QUICK)
     result = run("calibrate", "--ranks", 1)

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spanwise
-from spanwise import _torch
-from spanwise.attention import call_log, compare, executor, failure
+from spanwise.attention import call_log, compare, failure
 from tests.limits import HANG
 from tests.ranks.calls import mismatch
 from tests.ranks.faulty import CALLS, TOKENS, Options, attention, plan_of, play
@@ -31,7 +30,7 @@ from tests.ranks.gloo import GlooPool, hear, tell
 TWO: dict[str, Any] = {"mesh_shape": (2,)}
 AXES: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("dp", "cp")}
 REFUSED = [name for name in CALLS if name not in ("rank_plan", "unshard_edges", "gated_delta")]
-SLOW, COMPILED = pytest.mark.slow, pytest.mark.compiles
+COMPILED = pytest.mark.compiles
 EXCHANGES = ("needed", "all_gather", "ring", "ulysses", "hierarchical")
 LEVELS: dict[str, Any] = {"mesh_shape": (2, 2), "mesh_dim_names": ("outer", "inner")}
 STEP = "f b0"
@@ -42,7 +41,6 @@ ARGUMENTS: dict[str, dict[str, tuple[Options, str]]] = {
     "attention": {
         "plan": ({"plan": "b"}, "rank 1: plan "),
         "mask": ({"mask_name": "near"}, "rank 1: mask near"),
-        "half": ({"dtype": torch.float16}, "dtype float16"),
         "dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
         "batch": ({"batch": 3}, "(3, 6, 6, 5, 5)"),
         "head dim": ({"columns": 16}, "(1, 6, 6, 16, 16)"),
@@ -59,13 +57,11 @@ ARGUMENTS: dict[str, dict[str, tuple[Options, str]]] = {
         "a bias": ({"bias": torch.ones(5)}, "(3, None, True)"),
         "normalized": ({"normalize": True}, "gated_delta(normalize=True)"),
     },
-    "causal_conv": {"a width": ({"width": 2}, "(2, None, False)")},
     "relayout": {"no gradient": ({"grad": False}, "requires grad (False,)"), "columns": ({"columns": 4}, "token (4,)")},
     "cross_entropy": {
         "a count": ({"count": 2}, "rank 1: amount 2.0"),
         "no count": ({"count": None}, "num_valid None, weighted False"),
         "a count in a tensor": ({"count": torch.tensor(6)}, "rank 1: num_valid a tensor"),
-        "dtype": ({"dtype": torch.float64}, "rank 1: dtype float64"),
         "weights": ({"weights": torch.ones(TOKENS)}, "rank 1: weighted True"),
         "no gradient": ({"grad": False}, "rank 1: requires grad False"),
     },
@@ -75,8 +71,6 @@ ARGUMENTS: dict[str, dict[str, tuple[Options, str]]] = {
     },
     "token_logprobs": {
         "fewer tokens": ({"tokens": 3}, "(3, 5)"),
-        "dtype": ({"dtype": torch.float64}, "dtype float64"),
-        "no gradient": ({"grad": False}, "requires grad False"),
         "a temperature": ({"temperature": 0.5}, "temperature 0.5"),
         "a softcap": ({"softcap": 3.0}, "softcap 3.0"),
         "logits": ({"logits": True}, "given logits"),
@@ -87,7 +81,6 @@ ARGUMENTS: dict[str, dict[str, tuple[Options, str]]] = {
     "unshard_edges": {
         "another tree": ({"tree": spanwise.TokenTree([-1, 0, 0], [2, 1, 3])}, "(6, 5)"),
         "dtype": ({"dtype": torch.float64}, "dtype float64"),
-        "no gradient": ({"grad": False}, "requires grad (False,)"),
         "edges of another batch": ({"tree": spanwise.TokenTree([-1, 0, 0], [1, 2, 2])}, "rank 1: plan "),
     },
 }  # fmt: skip
@@ -104,8 +97,8 @@ class Differing(NamedTuple):
     backend: str | None = None
 
 
-def compiled(name: str, backend: str, *what: str, marks: Any = (COMPILED,)) -> Any:
-    return pytest.param(Differing(name, what or tuple(ARGUMENTS[name]), backend=backend), marks=marks)
+def compiled(name: str, backend: str, *what: str) -> Any:
+    return pytest.param(Differing(name, what, backend=backend), marks=COMPILED)
 
 
 EAGER = tuple(what for what in ARGUMENTS["attention"] if what != "compiled")
@@ -115,20 +108,17 @@ DIFFERING = [
     # One rank has gone on, and the groups are closed.
     *(Differing("attention", ("plan",), 2 if x == "ulysses" else 3, x, steady=8) for x in EXCHANGES),
     *(Differing("attention", ("dtype",), 3, x, steady=8) for x in ("ring", "hierarchical")),
-    Differing("attention", ("no gradient",), 2, "ulysses", steady=8),
     *(Differing("cross_entropy", (what,), steady=8) for what in ("a count", "no gradient")),
     pytest.param(Differing("attention", ("compiled",)), marks=COMPILED),
     compiled("attention", "aot_eager", "dtype", "plan"),
     compiled("token_logprobs", "aot_eager", "a temperature"),
     compiled("cross_entropy", "aot_eager", "a count", "no count"),
-    compiled("unshard_edges", "aot_eager", "dtype", marks=(COMPILED, SLOW)),
     compiled("gated_delta", "eager", "normalized"),
-    compiled("causal_conv", "eager"),
     compiled("relayout", "eager", "columns"),
 ]
 
 
-COMPILED_APART = ("attention", "gated_delta", "causal_conv", "relayout")  # compiled, they are calls of another name
+COMPILED_APART = ("attention", "gated_delta", "relayout")  # compiled, they are calls of another name
 
 
 def made(name: str, mesh: DeviceMesh, options: Options, backend: str | None = None) -> Any:
@@ -183,35 +173,25 @@ class Step(NamedTuple):
     mesh: Any = {}  # noqa: RUF012
 
 
-THREE, FOUR, LESS = "f f f b0 b1 b2", "f f f f b0 b1 b2 b3", "f f f f b1 b2 b3"
+THREE = "f f f b0 b1 b2"
+ORDER = "f f b1 b0"
 STEPS = {
     **{f"{name} without a backward": Step(name, THREE, "f f f b1 b2", 4, ("backward of ",))
-       for name in ("token_logprobs", "unshard_edges", "gated_delta", "causal_conv", "relayout")},
-    **{f"{exchange} without a {moment}": Step("attention", FOUR, words, 3, ("backward of context_p",), 2, exchange)
-       for exchange, moment, words in (("needed", "forward", THREE), ("all_gather", "backward", LESS),
-                                       ("ring", "backward", LESS))},
+       for name in ("token_logprobs", "gated_delta", "relayout")},
+    "needed without a forward": Step("attention", "f f f f b0 b1 b2 b3", THREE, 3, ("backward of context_p",)),
     # Another order of the same calls: backwards, under a checkpoint, of q alone, forwards.
-    "needed, under a checkpoint": Step("attention", "f f b1 b0", "c c b1 b0", 4, ("of call",), 3, "needed"),
-    "all_gather, of q alone": Step("attention", "f f b1 b0", "f q0", 0, ("of call",), 2, "all_gather"),
-    "ring, backwards": Step("attention", "f f b1 b0", "f f b0 b1", 4, ("of call",), 3, "ring"),
+    "needed, under a checkpoint": Step("attention", ORDER, "c c b1 b0", 4, ("of call",), 3),
+    "all_gather, of q alone": Step("attention", ORDER, "f q0", 0, ("of call",), 2, "all_gather"),
+    "ring, backwards": Step("attention", ORDER, "f f b0 b1", 4, ("of call",), 3, "ring"),
     "ulysses, forwards": Step("attention", "f n b1 b0", "n f b1 b0", 0, ("mask near",), 2, "ulysses"),
-    "hierarchical, backwards": Step("attention", "f f b1 b0", "f f b0 b1", 4, ("of call",), 3, "hierarchical"),
     "a plan for each step": Step("attention", "p f b0", "p f", 4, ("rank 0: backward of context_parallel",
                                                                    r"rank 1: plan.local\(")),
     "two known plans": Step("attention", "f b0 g b1", "g b0 g b1", 8, ("rank 1: plan ",), 3),
-    **{f"one of two axes after {n}": Step("attention", "f b0", "n b0", n, ("ranks 0, 2, 3: ", "mask near"), 4,
-                                          mesh=LEVELS) for n in (0, 8)},
+    "one of two axes": Step("attention", "f b0", "n b0", 8, ("ranks 0, 2, 3: ", "mask near"), 4, mesh=LEVELS),
     "the same": Step("attention", "f n g c b3 b2 b1 b0", "f n g c b3 b2 b1 b0", 3, (), 3),
-    "the same on a ring": Step("attention", "f n b1 q0", "f n b1 q0", 3, (), 3, "ring"),
+    "compiled layers, one left out": Step("attention", THREE, "f f b0 b1", 5, (
+        "rank 1: backward of compiled context_parallel_attention",), backend="aot_eager"),
 }  # fmt: skip
-STEPS["compiled layers, one left out"] = Step(
-    "attention",
-    THREE,
-    "f f b0 b1",
-    5,
-    ("rank 1: backward of compiled context_parallel_attention",),
-    backend="aot_eager",
-)
 
 
 def steps(rank: int, mesh: DeviceMesh, name: str) -> str:
@@ -286,16 +266,11 @@ class Fragile(torch.autograd.Function):
 
 
 def fails(rank: int, mesh: DeviceMesh, inside: str, whom: tuple[int, ...], steady: int = 8) -> str:
-    """Ranks fail inside a call, in the backward between two, or in an exchange home; they leave the step out.
+    """Ranks fail inside a call or in the backward between two; they leave the step out.
 
     The next call would meet what the others still do in this one: wrong numbers, a hang, or an abort inside gloo.
     """
-    said, failing, real = [], False, executor._collective
-
-    def without_memory(*args: Any, home: bool) -> torch.Tensor:
-        if inside == "exchange" and failing and home:
-            raise torch.OutOfMemoryError("no memory")
-        return real(*args, home=home)
+    said, failing = [], False
 
     def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         if inside == "forward" and failing:
@@ -303,8 +278,7 @@ def fails(rank: int, mesh: DeviceMesh, inside: str, whom: tuple[int, ...], stead
         return score
 
     # Where all are to fail alike, they may be late by any time.
-    patience = mock.patch.object(compare, "PATIENCE", HANG if len(whom) > 1 else compare.PATIENCE)
-    with patience, mock.patch.object(executor, "_collective", without_memory):
+    with mock.patch.object(compare, "PATIENCE", HANG if len(whom) > 1 else compare.PATIENCE):
         call = attention(mesh, {"kernel": "reference", "score_mod": score_mod})
         for number in range(steady + 3):
             failing = rank in whom and number == steady
@@ -383,20 +357,6 @@ def passes(rank: int, mesh: DeviceMesh) -> str:
     return confirmed()
 
 
-def refused_alike(rank: int, mesh: DeviceMesh) -> str:
-    """All ranks are refused calls, each in other words; one is late by more than the patience."""
-    call, other, x = CALLS["attention"](mesh, {}), CALLS["unshard"](mesh, {}), torch.ones(TOKENS, 5)
-    with mock.patch.object(compare, "PATIENCE", 0.2):
-        for number in range(30):
-            with pytest.raises(ValueError):
-                (call if rank else other)(x[1 + rank * (number % 7) :])
-            if rank == number:
-                time.sleep(0.5)  # the longer, the later
-            if number % 10 < 3:
-                call(x)
-    return confirmed()
-
-
 def forks(rank: int, mesh: DeviceMesh) -> str:
     """A process forked in the middle of a comparison ends before rank 1 joins, and takes no part in the parent's."""
     call, x = attention(mesh, {"plan": "apart"}), torch.ones(TOKENS, 5)
@@ -431,14 +391,6 @@ def switched_off(rank: int, mesh: DeviceMesh) -> str:
     return mismatch(lambda: play("attention", mesh, attention(mesh, options), STEP))
 
 
-def no_connection(rank: int, mesh: DeviceMesh) -> str:
-    """Hosts whose other network does not connect them."""
-    refuses = mock.patch.object(_torch, "host_group", side_effect=RuntimeError("no route to host"))
-    with refuses, pytest.raises(spanwise.ExchangeError) as error:
-        attention(mesh, {})
-    return str(error.value)
-
-
 # What the ranks run, with which arguments, and what each of them says, as a pattern; the last one for all others too.
 # A rank that needs nothing of the one that fails finds its error in the next call.
 LEARNED, OUT_OF_MEMORY = r"rank 1: an error\(raised ValueError: ", r"\AOutOfMemoryError no memory"
@@ -449,14 +401,12 @@ FAULTS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...], Any]] = {
     **{f"{name} refused": (lives_on, (name, i % 2 * 16), (LEARNED, "", LEARNED), {}) for i, name in enumerate(REFUSED)},
     "fails in a forward": (fails, ("forward", (1,)), (QUOTED, FAILED, QUOTED), {}),
     "fails in a backward": (fails, ("backward", (1,)), (r"\A" + RAISED, FAILED, r"\A" + RAISED), {}),
-    "fails in an exchange": (fails, ("exchange", (1,)), (r"\A" + RAISED, FAILED, r"\A" + RAISED), {}),
     "fail alike": (fails, ("backward", (0, 1, 2), 3), (OUT_OF_MEMORY + r"\Z",), {}),
     "no_gradient": (ahead, (), ("disagree on call 29 .*rank 1: scale 2.0",), TWO),
     "stays away": (stays_away, ("attention", False), ("lost: rank 1, no word within", "^$"), TWO),
     "stays away, refused": (stays_away, ("linear_cross_entropy", True), ("lost: rank 1, no word within", "^$"), TWO),
-    **{run.__name__: (run, (), ("True True",), TWO if run is forks else {}) for run in (passes, refused_alike, forks)},
+    **{run.__name__: (run, (), ("True True",), TWO if run is forks else {}) for run in (passes, forks)},
     "switched off": (switched_off, (), (r"rank 1: scale 2\.0",), TWO),
-    "no connection": (no_connection, (), (r"calls failed on rank \d.*compare_calls.*no route to host",), TWO),
 }  # fmt: skip
 
 

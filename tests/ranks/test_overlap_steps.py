@@ -206,7 +206,7 @@ def stages_of(rank: int, _: Any, stages: int, batch: bool) -> None:
 
 
 @pytest.mark.skipif(not MESSAGES, reason=f"torch {torch.__version__} has no functional messages")
-@pytest.mark.parametrize(("stages", "batch"), [(2, True), (4, False), pytest.param(2, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stages", "batch"), [(2, True), (4, False)])
 def test_a_scheduled_stage_is_the_stage(gloo_pool: GlooPool, stages: int, batch: bool) -> None:
     gloo_pool.run(4, stages_of, stages, batch)
 

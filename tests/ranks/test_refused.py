@@ -47,22 +47,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (edited(lambda q, k, v: (q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))), "shard of the sequence"),
     (edited(lambda q, k, v: (q[0], k, v)), "batch, heads, tokens, head_dim"),
     (edited(lambda q, k, v: (q[:, :3], k, v)), "3 query heads"),
-    (edited(lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0])), "heads"),
     (edited(lambda q, k, v: (q, k, v[:, :1])), "agree"),
-    (edited(lambda q, k, v: (q, k.repeat(1, 1, 1, 2), v)), "agree"),
-    (edited(lambda q, k, v: (q[..., :0], k[..., :0], v)), "head dims"),
-    (edited(lambda q, k, v: (q, k, v[..., :0])), "head dims"),
     (edited(lambda q, k, v: (q, k.double(), v)), "dtype"),
-    (edited(lambda q, k, v: (q.int(), k.int(), v.int())), "dtype"),
     ({"plan": DOCUMENTS}, "SpanMask"),
-    ({"plan": None}, "NoneType"),
     ({"plan": spanwise.make_plan(DOCUMENTS, 2)}, "2 ranks"),
     ({"plan": plan_of(exchange="ulysses")}, "4 query heads"),
     ({"plan": plan_of(exchange="ulysses", num_q_heads=6, num_kv_heads=2, head_dim=8)}, r"\(4, 2, 8, 8\)"),
     ({"mesh": None}, "mesh"),
-    ({"mesh": "cp"}, "DeviceMesh, got a str"),
-    ({"mask_name": "window"}, "'window'"),
-    ({"kernel": "cudnn"}, "'cudnn'"),
     ({"kernel": "flex"}, "'flex' runs on CUDA"),
     ({"kernel": "varlen"}, "use kernel='sdpa'"),
     ({"kernel": "sdpa", "score_mod": change}, "score_mod"),
@@ -71,21 +62,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *(({"softcap": x}, "softcap") for x in (-1.0, 0.0, math.inf, math.nan)),
     *(({"scale": x}, "scale") for x in (math.nan, math.inf, -math.inf)),
     *(({"sinks": torch.zeros(shape)}, "sinks") for shape in ((3,), (1, 4))),
-    ({"return_aux": True}, "AuxRequest.*True"),
-    (ROW(expand=3), "expand"),
     (edited(lambda q, k, v: (q, k[:, :1], v), expand=lambda k, v: (k, v)), "expand"),
-    (ROW(expand=lambda k, v: k), "expand"),
     (ROW(expand=lambda k, v: (k[:, :, 1:], v[:, :, 1:])), "expand"),
     (ROW(expand=lambda k, v: (k, v)), "head dim"),
 ]
 WRONG_PACKED: list[tuple[dict[str, Any], str]] = [
     (edited(lambda q, k, v: (q[None], k[None], v[None])), r"\[tokens, heads, head_dim\]"),
-    (edited(lambda q, k, v: (q, k[:, 0], v)), "context_parallel_attention"),
-    (edited(lambda q, k, v: (q[:-1], k, v)), "dim=0"),
     (edited(lambda q, k, v: (q, k[:-1], v)), "dim=0"),
     (edited(lambda *qkv: [x.transpose(0, 1) for x in qkv]), "dim=0"),
     ({"plan": plan_of(ROWS)}, "2 batch rows"),
-    ({"plan": None}, "Plan or RankPlan"),
 ]
 
 
@@ -161,9 +146,8 @@ def test_what_compiled_code_refuses(exchange: str) -> None:
 
 
 def test_plans_that_no_call_can_take() -> None:
-    for stages in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="stages"):
-            plan_of(stages=stages)
+    with pytest.raises(ValueError, match="stages"):
+        plan_of(stages=0)
     plan = spanwise.make_plan(SpanMask.causal(2), 3, balancer="contiguous", block_size=1)
 
     def on_rank(rank: int, mesh: DeviceMesh) -> None:

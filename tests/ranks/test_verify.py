@@ -31,10 +31,9 @@ attend = spanwise.context_parallel_attention
 
 
 def plan_of(num_ranks: Any, exchange: str = "needed", mask: Any = MASK, **options: Any) -> spanwise.Plan:
-    """Contiguous shards, whatever the mask. Without a number of heads verify takes one that Ulysses can share."""
-    return spanwise.make_plan(
-        mask, num_ranks, exchange=exchange, **{"balancer": "contiguous", "block_size": 4} | options
-    )
+    """Without a number of heads verify takes one that Ulysses can share."""
+    options = {"balancer": "contiguous", "block_size": 4} | options
+    return spanwise.make_plan(mask, num_ranks, exchange=exchange, **options)
 
 
 def packed(packing: spanwise.Packing, num_ranks: Any, exchange: str) -> spanwise.Plan:
@@ -66,11 +65,8 @@ class Model(nn.Module):
             heads = qkv(x).unflatten(-1, (-1, 3, 4)).permute(3, 0, 2, 1, 4)
             if plan.num_ranks > 1:
                 heads = heads * (1 - self.forgets) + heads.detach() * self.forgets
-            x = x + out(self.attend(*heads, plan).transpose(1, 2).flatten(2))
+            x = x + out(attend(*heads, plan, self.mesh).transpose(1, 2).flatten(2))
         return x
-
-    def attend(self, q: Any, k: Any, v: Any, plan: Any) -> torch.Tensor:
-        return attend(q, k, v, plan, self.mesh)
 
 
 class Named(Model):
@@ -83,20 +79,10 @@ class Named(Model):
         return types.SimpleNamespace(logits=super().forward(self.embed(input_ids), plan))
 
 
-class NeverReached(Named):
-    """Attends to the shard alone, as a model does whose attention no pattern matched."""
-
-    def attend(self, q: Any, k: Any, v: Any, plan: Any) -> torch.Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 POSITIONS = torch.from_numpy(spanwise.Packing(CU).positions())[None]
-NAMED: dict[str, Any] = {
-    "inputs": {"input_ids": torch.arange(LENGTH)[None], "position_ids": POSITIONS, "use_cache": False},
-    "plan_name": "spanwise_plan",
-}
+NAMED = {"input_ids": torch.arange(LENGTH)[None], "position_ids": POSITIONS, "use_cache": False}
 STREAM: dict[str, Any] = {"inputs": [torch.randn(1, LENGTH, 8)]}
-QKV, INPUTS, PARAMETERS = {"out", "dq", "dk", "dv"}, {"out", "dinputs[0]", "dparameters"}, {"out", "dparameters"}
+QKV, INPUTS = {"out", "dq", "dk", "dv"}, {"out", "dinputs[0]", "dparameters"}
 FUNCTION = lambda mesh: attend  # noqa: E731
 HEADS = plan_of(3, balancer="ptrr", num_q_heads=4, num_kv_heads=2, head_dim=8)
 RIGHT: dict[str, tuple[Any, spanwise.Plan, dict[str, Any], set[str]]] = {
@@ -111,7 +97,7 @@ RIGHT: dict[str, tuple[Any, spanwise.Plan, dict[str, Any], set[str]]] = {
     "a model": (Model, plan_of(3, mask=SpanMask.sliding_window(LENGTH, 3)), STREAM, INPUTS),
     # The residual stream goes on in padding; only attention is zero there.
     "a model, padded": (Model, packed(PADDED, 2, "ring"), STREAM | {"num_probes": 40}, INPUTS),
-    "names": (Named, plan_of(3), NAMED, PARAMETERS),
+    "names": (Named, plan_of(3), {"inputs": NAMED, "plan_name": "spanwise_plan"}, {"out", "dparameters"}),
     "plan and mesh by name, a tuple": (
         lambda _: lambda q, k, v, *, block_mask, mesh: (attend(q, k, v, block_mask, mesh), None), plan_of(2), {}, QKV),
 }  # fmt: skip
@@ -129,22 +115,20 @@ def test_what_is_right_passes(name: str) -> None:
         report.raise_if_failed()
 
 
-def forgets(num_ranks: Any, exchange: str, mask: SpanMask) -> Any:
-    """Attends under another mask."""
-    leaky = plan_of(num_ranks, exchange, mask)
-    return lambda mesh: lambda q, k, v, given: attend(q, k, v, leaky, mesh)
+def under(plan: spanwise.Plan) -> Any:
+    """Attends under the mask of this plan, whatever is given."""
+    return lambda mesh: lambda q, k, v, given: attend(q, k, v, plan, mesh)
 
 
 CAUSAL, FULL = SpanMask.causal(LENGTH), SpanMask.full(PADDED.q_len)
 PADDED_PLAN = plan_of(2, "ring", PADDED.mask(), packing=PADDED)
 WRONG: dict[str, tuple[Any, spanwise.Plan, dict[str, Any], str]] = {
-    "across documents": (forgets(3, "needed", CAUSAL), plan_of(3), {}, "leaks"),
-    "out of padding": (forgets(2, "ring", FULL), PADDED_PLAN, {}, "leaks"),
+    "across documents": (under(plan_of(3, mask=CAUSAL)), plan_of(3), {}, "leaks"),
+    "out of padding": (under(plan_of(2, "ring", FULL)), PADDED_PLAN, {}, "leaks"),
     # What a plain attention call does on a shard.
     "own keys alone": (lambda mesh: lambda q, k, v, plan: scaled_dot_product_attention(q, k, v, enable_gqa=True),
                        HEADS, {}, "blind"),
     "K detached": (lambda mesh: lambda q, k, v, plan: attend(q, k.detach(), v, plan, mesh), HEADS, {}, "dk"),
-    "never reached": (NeverReached, plan_of(2), NAMED, "blind"),
     "weights": (lambda mesh: Model(mesh, forgets=1.0), plan_of(3, mask=CAUSAL), STREAM, "dparameters"),
 }  # fmt: skip
 
