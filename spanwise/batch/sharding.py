@@ -197,9 +197,10 @@ def shard_batch(
     Args:
         batch: tensors ``[B, seq_len, …]``, or ``[seq_len, …]`` with ``dim=0``, whole on every rank. ``"labels"``
             (int64, −100 is ignored) are shifted: the label of a token becomes the next token's, −100 at the end of
-            each document. Padding of the plan's packing always gets −100. ``"position_ids"`` is added if missing, and
-            cut along its last dim where tokens have several, ``[3, B, seq_len]`` (Qwen-VL); one row of them serves all
-            rows. Numbers, strings, None and tensors without dims pass through.
+            each document. Padding, of the plan's packing or of ``"attention_mask"``, always gets −100; that mask must
+            mark the plan's padding. ``"position_ids"`` is added if missing, and cut along its last dim where tokens
+            have several, ``[3, B, seq_len]`` (Qwen-VL); one row of them serves all rows. Numbers, strings, None and
+            tensors without dims pass through.
         cu_seqlens: document offsets ``[num_docs + 1]``, or one array per batch row; default: the plan's, given to
             `make_plan` or the masks' own. ``[0, seq_len]`` is one document. A plan with a packing knows its documents.
         tree: in place of documents, the tree of which the plan has the mask; positions count along its paths. Labels
@@ -213,8 +214,8 @@ def shard_batch(
 
     Raises:
         ValueError: shapes that do not fit the plan, bad offsets, or none although the mask may hold several documents;
-            an attention mask, which the plan has; values of other types; a tree that does not fit the plan, or labels
-            with it.
+            an attention mask that contradicts the plan, or has four dims; values of other types; a tree that does not
+            fit the plan, or labels with it.
 
     >>> import torch, spanwise
     >>> plan = spanwise.make_plan(spanwise.SpanMask.documents([0, 2, 5]), num_ranks=1)
@@ -250,7 +251,10 @@ def shard_batch(
         raise ValueError(f"cu_seqlens has {len(packings)} rows, the batch has {rows if dim else 'no batch dim'}")
     if "labels" in tensors:
         shifts = -1 if shift_labels else 0
-        tensors["labels"] = _shifted(tensors["labels"], packings, shifts, dim, 0, IGNORE_INDEX)
+        labels = tensors["labels"]
+        if "attention_mask" in tensors:  # a mask without a packing does not tell padding from documents of one token
+            labels = labels.masked_fill(to_device_of(labels, tensors["attention_mask"]) == 0, IGNORE_INDEX)
+        tensors["labels"] = _shifted(labels, packings, shifts, dim, 0, IGNORE_INDEX)
     if "position_ids" not in tensors and not counted:
         counts = [packing.positions() for packing in packings] if tree is None else [tree.positions()]
         positions = to_device_of(first, torch.from_numpy(np.stack(counts)))
@@ -275,8 +279,6 @@ def _tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int) -> di
             raise ValueError(f"batch[{name!r}] is a {type(x).__name__}: make it a tensor, or take it out of the batch")
     if not tensors:
         raise ValueError(f"shard_batch got no tensor, only {sorted(batch)}")
-    if "attention_mask" in tensors:
-        raise ValueError("leave attention_mask out: the plan, from SpanMask.from_attention_mask, knows the padding")
     for name, x in tensors.items():
         if x.dim() <= (at := _seq_dim(name, x, dim)) or x.shape[at] != plan.seq_len:
             hint = '; cut keys of cross attention by shard(…, side="kv")' * (plan.kv_len != plan.seq_len)
@@ -286,7 +288,28 @@ def _tensors_of(batch: Mapping[str, Any], plan: Plan | RankPlan, dim: int) -> di
         sizes.pop("position_ids")
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors must share their batch size, got {sizes}")
+    if "attention_mask" in tensors:
+        _check_padding(tensors["attention_mask"], plan, dim)
     return tensors
+
+
+def _check_padding(mask: torch.Tensor, plan: Plan | RankPlan, dim: int) -> None:
+    """``ValueError`` unless the padding that an attention mask marks is the plan's; an accelerator's is copied."""
+    if mask.dim() > dim + 1:
+        raise ValueError(f"attention_mask of shape {tuple(mask.shape)} is one of queries and keys: the plan has these")
+    if isinstance(plan, RankPlan):
+        raise ValueError("a RankPlan does not know the batch's padding; pass the Plan, or leave attention_mask out")
+    given = np.atleast_2d(mask.cpu().numpy() != 0)
+    if plan.packing is not None:
+        wrong = given != plan.packing.valid_q[None]
+    else:  # rows that read nothing need not be padding
+        given, *reads = np.broadcast_arrays(given, *[one.area() > 0 for one in plan.masks.values()])
+        wrong = ~given & np.any(reads, axis=0)
+    for row, token in np.argwhere(wrong)[:1]:
+        raise ValueError(
+            f"attention_mask is {given[row, token]} at row {row}, token {token}, and the plan's padding says "
+            f"otherwise: make the plan from SpanMask.from_attention_mask"
+        )
 
 
 def _seq_dim(name: str, x: torch.Tensor, dim: int) -> int:

@@ -200,6 +200,18 @@ def test_positions_of_several_kinds_or_of_one_row(balancer: str) -> None:
 
 TOKENS = {"labels": torch.zeros(1, LENGTH, dtype=torch.int64)}
 SIX = spanwise.make_plan(SpanMask.causal(6), 1)
+ZEROS_AND_ONES = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+FROM_MASK = spanwise.make_plan(SpanMask.from_attention_mask(ZEROS_AND_ONES), 1)
+
+
+def test_attention_masks_that_agree_are_cut() -> None:
+    ids, ones = torch.arange(12).view(2, 6), torch.ones_like(ZEROS_AND_ONES)
+    for plan, mask in ((FROM_MASK, ZEROS_AND_ONES), (FROM_MASK, ZEROS_AND_ONES.bool()), (FROM_MASK, ones), (SIX, ones)):
+        cut = spanwise.shard_batch({"labels": ids, "attention_mask": mask}, plan, shift_labels=False)
+        assert torch.equal(cut["attention_mask"], mask)
+        assert torch.equal(cut["labels"], ids.masked_fill(mask == 0, -100))
+    cut = spanwise.shard_batch({"attention_mask": torch.from_numpy(PADDING.packing.valid_q)}, PADDING, dim=0)
+    assert torch.equal(cut["attention_mask"], torch.from_numpy(PADDING.packing.valid_q))
 
 
 def test_positions_of_masks_without_a_cut() -> None:
@@ -242,7 +254,12 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: spanwise.shard(CROSSED, None, IDS, 0, side="kv"), "37 tokens"),
     (lambda: spanwise.unshard(CROSSED, None, IDS[:24], 0, side="kv"), "37 keys"),
     (lambda: shard_batch(STATES, CROSSED, None, dim=0), "'states'.*kv"),
-    (lambda: of_six(SIX, attention_mask=torch.ones(2, 6)), "attention_mask"),
+    (lambda: of_six(SIX, attention_mask=ZEROS_AND_ONES), "row 0, token 0"),
+    (lambda: of_six(FROM_MASK, attention_mask=ZEROS_AND_ONES.flip(0)), "row 0, token 3"),
+    (lambda: of_six(SIX, attention_mask=torch.ones(2, 6, 6)), "queries and keys"),
+    (lambda: of_six(SIX.local(None), attention_mask=ZEROS_AND_ONES | 1), "RankPlan"),
+    (lambda: shard_batch({"attention_mask": torch.ones(len(IDS))}, PADDING, dim=0), "row 0, token"),
+    (lambda: of_six(SIX, lengths=[1, 2]), "'lengths'.* list"),
     (lambda: of_six(SIX, position_ids=torch.zeros(3, 2, 5)), r"\(3, 2, 5\)"),
     (lambda: shard_batch(None, SIX), "NoneType"),
     (lambda: spanwise.shard(ONE.local(None), FLAT, 0), "mesh must be"),
