@@ -61,3 +61,10 @@ def test_layouts_are_balanced_and_receive_less(name: str) -> None:
     other = plan.replace(layout=layout, kv_layout=layout)
     assert plan.imbalance() <= max(1.025, other.imbalance())
     assert plan.recv_tokens().sum() <= other.recv_tokens().sum() * (0.95 if name == "block diffusion" else 1)
+
+
+def test_shards_of_batch_rows_stay_equal() -> None:
+    mask = SpanMask.stack([SpanMask.documents([0, 100, 517]), SpanMask.tree([-1, 0, 0], [117, 200, 200])])
+    for ranks in (3, 4):
+        plan = spanwise.make_plan(mask, ranks, balancer="local", block_size=8)
+        assert plan.layout.tokens_per_rank.tolist() == [517 // ranks + (rank < 517 % ranks) for rank in range(ranks)]

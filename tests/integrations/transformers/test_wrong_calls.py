@@ -213,7 +213,7 @@ CALLS: tuple[tuple[Call, str], ...] = (
     (by_hand(spanwise.SpanMask.tree([-1, 0, 0], [20, 20, 24]), IDS), "pass tree="),
     (prepared(lambda: spanwise.make_plan(SPANS, 1, cu_seqlens=[0, 23, 64])), "full_attention"),
     (called(TREE, "llama4"), "chunked attention"),
-    (called(TREE, "qwen3_next"), "cannot follow the branches of a tree"),
+    (called(TREE, "minimax"), "cannot follow the branches of a tree"),
     (called(TREE, "mixtral, auxiliary loss"), "shared prefixes once"),
     (called(TREE, "deepseek_v32"), "tree"),
     # losses
