@@ -87,16 +87,9 @@ def test_a_step_of_parts() -> None:
     products = [step.compute(1000)["matrix products"] for step in (alone, recomputed)]
     assert products[0] == pytest.approx(6 * model.parameters * 1000 / spanwise.H100.matmul_flops)
     assert products[1] == pytest.approx(products[0] * 4 / 3)
-    assert (
-        alone.compute(1000)["tensor parallelism"]
-        == 0
-        < Step(model, spanwise.H100, 1, 2).compute(10)["tensor parallelism"]
-    )
     assert alone.memory(100) > recomputed.memory(100) > recomputed.memory(0)
     assert Step(model, spanwise.H100, 64).memory(0) < alone.memory(0)
-    assert Step(model, spanwise.H100, 64).sharding(0.0) > Step(model, spanwise.H100, 64).sharding(1.0) / 2
     assert [link.ranks for link in apart(spanwise.H100, 4).links] == [2, None]
-    assert [link.ranks for link in apart(spanwise.H100, 8).links] == [None]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 3))

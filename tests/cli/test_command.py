@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import re
-import signal
 import subprocess
 import sys
 from typing import Any, get_args, get_type_hints
@@ -80,13 +78,6 @@ def test_verify_command_on_ranks() -> None:
     assert "attention: verified" in ended.stdout
 
 
-def killed(options: None) -> int:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-    return 0
-
-
 def raises(options: None) -> int:
     if dist.get_rank() == 1:
         raise ValueError("bad luck")
@@ -95,7 +86,5 @@ def raises(options: None) -> int:
 
 @pytest.mark.slow
 def test_a_failed_rank_is_named() -> None:
-    with pytest.raises(RankFailure, match="rank 1 was ended by SIGKILL; the system may have run out of memory"):
-        run_ranks(killed, None, 2)
     with pytest.raises(RankFailure, match=r"(?s)rank 1 failed:.*ValueError: bad luck"):
         run_ranks(raises, None, 2)

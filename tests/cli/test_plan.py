@@ -118,12 +118,9 @@ def test_command_from_lengths_to_files(tmp_path: Path) -> None:
     for row in figures["masks"]:
         name = row["name"]
         assert row["work_pairs"] == plan.work(name).tolist() and row["local_pairs"] == plan.local_work(name).tolist()
+        for figure in ("recv_bytes", "recv_tokens", "needed_tokens", "resident_bytes", "saved_bytes"):
+            assert row[figure] == getattr(plan, figure)(name).tolist(), figure
         assert row["traffic_tokens"] == plan.traffic(name).tolist()
-        assert row["recv_bytes"] == plan.recv_bytes(name).tolist()
-        assert row["recv_tokens"] == plan.recv_tokens(name).tolist()
-        assert row["needed_tokens"] == plan.needed_tokens(name).tolist()
-        assert row["resident_bytes"] == plan.resident_bytes(name).tolist()
-        assert row["saved_bytes"] == plan.saved_bytes(name).tolist()
         assert (row["layers"], row["imbalance"]) == (weights[name], plan.imbalance(name))
         assert len(row["timeline"]) == len(plan.timeline(name).intervals)
     assert plan.explain() in done.out, "the text of a plan is that of Plan.explain"

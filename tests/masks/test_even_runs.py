@@ -67,9 +67,4 @@ def test_pickles_of_documents_and_windows_take_few_bytes():
     for mask in (SpanMask.documents(offsets), SpanMask.documents(offsets, window=(9, 0)), SpanMask.causal(2**16)):
         data = pickle.dumps(mask)
         assert len(data) < 20_000 < mask.start.nbytes
-        again = pickle.loads(data)
-        assert again == mask and not again.start.flags.writeable and again.start.shape == mask.start.shape
-    every = SpanMask.causal(2**8) & SpanMask.sliding_window(2**8, 3)
-    assert pickle.loads(pickle.dumps(SpanMask.stack([every, SpanMask.full(2**8)]))) == SpanMask.stack(
-        [every, SpanMask.full(2**8)]
-    )
+        assert pickle.loads(data) == mask

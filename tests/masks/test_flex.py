@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask
 
-from spanwise.masks import flex as flex_masks
 from spanwise.masks.span_mask import SpanMask
 from tests.masks.test_properties import masks
 
@@ -103,26 +102,6 @@ def test_from_block_mask_takes_torchs_masks(mask, q_size, kv_size):
         unseparated = create_block_mask(mask.mask_mod(), *shape, "cpu", (q_size, kv_size), separate_full_blocks=False)
         assert SpanMask.from_block_mask(unseparated) == mask
     assert SpanMask.from_block_mask(mask.block_mask("cpu", q_size)) == mask
-
-
-def test_evaluation_stays_inside_partial_blocks_and_bounded(monkeypatch):
-    seen = []
-    evaluate = flex_masks._evaluate
-
-    def counted(mask_mod, b, q, k, shape, lengths, device):
-        seen.append(len(b) * shape[0] * shape[1])
-        return evaluate(mask_mod, b, q, k, shape, lengths, device)
-
-    monkeypatch.setattr(flex_masks, "_evaluate", counted)
-    monkeypatch.setattr(flex_masks, "_CELLS_AT_ONCE", 2000)
-    mask = SpanMask.causal(128)
-    assert SpanMask.from_block_mask(mask.block_mask("cpu", 16)) == mask
-    assert sum(seen) == 8 * 16 * 16  # the diagonal
-    assert max(seen) <= 2000
-    seen.clear()
-    assert SpanMask.from_mask_mod(causal, 128, 128) == mask
-    assert sum(seen) == 128 * 128
-    assert max(seen) <= 2000
 
 
 def test_listed_blocks_end_with_the_keys():

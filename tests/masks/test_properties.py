@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 from hypothesis import given, strategies as st
@@ -91,6 +92,8 @@ def test_area_and_canonical_form(mask):
     np.testing.assert_array_equal(mask.area(), mask.dense().sum(2))
     assert mask.area().dtype == np.int64
     assert mask.is_causal == (mask == SpanMask.causal(mask.q_len))
+    again = pickle.loads(pickle.dumps(mask))
+    assert again == mask and not again.start.flags.writeable
 
 
 @given(st.data())

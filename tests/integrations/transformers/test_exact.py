@@ -230,11 +230,3 @@ def test_plans_price_states_and_latents() -> None:
         plan = hf.make_plan(batch, tiny.config_of(name), 2, num_q_heads=4, head_dim=24, v_head_dim=16)
         sent = plan.recv_tokens("full_attention") * 2 * (row or 4 * (24 + 16))
         assert plan.kv_row_dim == row and (plan.recv_bytes("full_attention") == sent).all() and sent.any(), name
-
-
-def test_a_model_without_attention_is_cut_into_runs() -> None:
-    """Nothing speaks against one run a rank, and the fewest states travel."""
-    plan = hf.make_plan(tiny.packed(DOCUMENTS), tiny.config_of("mamba2"), 4)
-    assert sorted(plan.masks) == ["linear_attention"]
-    assert [len(plan.layout.runs(rank)) for rank in range(4)] == [1] * 4
-    assert plan.layout.tokens_per_rank.max() <= 26

@@ -269,16 +269,12 @@ def refusals(cls: Any) -> dict[str, str]:
     def made(model: Any, **changes: Any) -> str:
         return error_of(lambda: cls(Trainer)(model, args=runs.arguments(TrainingArguments, **changes)))
 
-    def grpo(**changes: Any) -> str:
-        args = runs.arguments(trl.GRPOConfig, **dict(per_device_train_batch_size=4, num_generations=4) | changes)
-        given = dict(args=args, train_dataset=runs.preferences(4), processing_class=runs.tokenizer())
-        return error_of(cls(trl.GRPOTrainer), runs.model_of("llama"), runs.digits, **given)
-
     errors = {next(iter(x)) if isinstance(x, dict) else name: made(runs.model_of("llama"), **{name: x})
               for name, x in ARGUMENTS}  # fmt: skip
     errors |= {name: made(model) for name, model in models.items()}
-    errors |= {n: grpo(**{n: True}) for n in ("log_completions", "use_vllm", "use_transformers_continuous_batching")}
-    errors |= {"generation_batch_size": grpo(per_device_train_batch_size=2)}
+    for name in ("log_completions", "use_vllm", "use_transformers_continuous_batching"):
+        errors[name] = error_of(runs.train, cls, kind="GRPO", **{name: True})
+    errors["generation_batch_size"] = error_of(runs.train, cls, kind="GRPO", per_device_train_batch_size=2)
     return errors | {name: error_of(runs.train, cls, **options) for name, options in STEPS.items()}
 
 
