@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from spanwise.overlap import _torch
 from spanwise.overlap.costs.roofline import CostModel
 from spanwise.overlap.dag import Dag, Kind, Node
 from spanwise.overlap.engine import simulate
-from spanwise.overlap.explain.reasons import reasons
 from spanwise.overlap.fx.files import load_graphs
 from spanwise.overlap.optimize import optimize
 from tests.cli.commands import run
@@ -118,9 +115,6 @@ def test_lanes_of_a_timeline() -> None:
         (1.0, 5.0, "exchange"), (2.0, 5.0, "waited")
     ]  # fmt: skip
     assert compute.bars[2].name == "waits for s (dp)"
-    compute, group = lanes(timeline, {}, reasons(timeline))
-    assert compute.bars[2].name == "waits for s (1); no independent compute"
-    assert group.bars[1].name == "s, exposed; no independent compute"
 
 
 def test_thin_bars_are_drawn_together() -> None:
@@ -163,17 +157,6 @@ def test_saved_graphs_are_the_same(written: tuple[Path, str], figures: dict[str,
         assert graph == {**figures["graphs"][name], "peers": [], "note": ""}
 
 
-@contextlib.contextmanager
-def two_ranks() -> Iterator[str]:
-    """A process group of two, by its name."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=_torch.fake_store())
-    assert dist.group.WORLD is not None
-    try:
-        yield _torch.group_name(dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
-
-
 class Gathered(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, 2, "0")
@@ -184,10 +167,11 @@ class Gathered(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
 def test_a_program_of_torch_export_with_open_sizes(tmp_path: Path) -> None:
     file = tmp_path / "m.pt2"
-    with two_ranks():
-        rows = torch.export.Dim("rows", min=4, max=4096)
-        program = torch.export.export(Gathered(), (torch.randn(16, 16),), dynamic_shapes=({0: rows, 1: None},))
-        torch.export.save(program.run_decompositions(), file)
+    dist.init_process_group("fake", rank=0, world_size=2, store=_torch.fake_store())
+    rows = torch.export.Dim("rows", min=4, max=4096)
+    program = torch.export.export(Gathered(), (torch.randn(16, 16),), dynamic_shapes=({0: rows, 1: None},))
+    torch.export.save(program.run_decompositions(), file)
+    dist.destroy_process_group()
     unknown = run("overlap", "--trust", "--load", file)
     assert unknown.status == 2 and "no process group '0' here" in unknown.err and "--group NAME=RANKS" in unknown.err
     for size, ranks in ((64, "0=0-1"), (128, "0=0,1")):

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, strategies as st
 
 from spanwise.layouts.layout import Layout
-from spanwise.layouts.runs import ragged_arange
 
 
 @st.composite
@@ -107,10 +106,3 @@ def test_digest_is_the_same_everywhere():
 def test_refuses_what_does_not_tile(pieces, message):
     with pytest.raises(ValueError, match=message):
         Layout(pieces, num_ranks=2, seq_len=8)
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=12))
-def test_ragged_arange(cases):
-    runs = np.array([(start, start + length) for start, length in cases], dtype=np.int64).reshape(-1, 2)
-    expected = [token for start, stop in runs for token in range(start, stop)]
-    np.testing.assert_array_equal(ragged_arange(runs), expected)

@@ -106,29 +106,29 @@ def test_what_is_given_is_kept() -> None:
     assert plan.exchange == "all_gather" and {c.balancer for c in plan.candidates} == {"contiguous", "head_tail", "lpt"}
     plan = make_plan(DOCUMENTS, 4, balancer="lpt", exchange="needed", stages=2, hardware=SLOW, **SHAPE)
     assert (plan.stages, plan.candidates, plan.reason) == (2, (), "chosen by the caller")
+    assert "32 query and 8 K/V heads of 128" in make_plan(DOCUMENTS, 8).reason  # as none were given
+    assert "36 query and 9 K/V heads of 128" in make_plan(DOCUMENTS, (4, 3)).reason  # that three ranks can share
     one = make_plan(DOCUMENTS, 1)
     assert one.candidates == () and one.reason == "one rank computes everything"
     assert make_plan(DOCUMENTS, 1, stages=4) == one and one.stages == 1
 
 
 @pytest.mark.parametrize(
-    ("ranks", "exchange", "host", "host_groups"),
+    ("ranks", "host", "host_groups"),
     [
-        ((8, 2), "needed", (4,), 2),  # two groups of two ranks on a host of four
-        ((8, 2), "needed", (2,), None),  # a group is a host: whatever travels leaves it
-        ((4, 4), "needed", (2,), None),  # and here it is two
-        ((8, 2), "needed", (2, 8), 4),  # but racks hold four groups
-        ((4, 3), "needed", (8,), None),  # the host's edge lies inside a group
-        ((2, 2), "needed", (4,), None),  # all on one host
+        ((8, 2), (4,), 2),  # two groups of two ranks on a host of four
+        ((8, 2), (2,), None),  # a group is a host: whatever travels leaves it
+        ((8, 2), (2, 8), 4),  # but racks hold four groups
+        ((4, 3), (8,), None),  # the host's edge lies inside a group
     ],
     ids=str,
 )
-def test_layouts_by_host_know_how_many_groups_a_host_holds(ranks, exchange, host, host_groups) -> None:
+def test_layouts_by_host_know_how_many_groups_a_host_holds(ranks, host, host_groups) -> None:
     near = [dataclasses.replace(H100.links[0], ranks=size, bandwidth=4e11 / 4**i) for i, size in enumerate(host)]
     hardware = dataclasses.replace(H100, links=(*near, Link(2e10, 0.0)))
     found = hardware.groups_on_a_host(*ranks)
     assert found == host_groups
-    plan = make_plan(DOCUMENTS, ranks, balancer="local", exchange=exchange, hardware=hardware, num_q_heads=48)
+    plan = make_plan(DOCUMENTS, ranks, balancer="local", exchange="needed", hardware=hardware, num_q_heads=48)
     assert {c.balancer for c in plan.candidates} == {"local"} | ({"local, by host"} if found else set())
 
 
@@ -167,13 +167,3 @@ def test_a_budget_picks_what_fits_and_names_the_least() -> None:
     with pytest.raises(ValueError, match=told):
         make_plan(DOCUMENTS, 8, memory_budget=least.held - 1, **given)
     assert make_plan(DOCUMENTS, 8, memory_budget=least.held, **given).exchange == least.exchange
-
-
-def test_without_a_shape_auto_says_what_it_priced_with() -> None:
-    plan = make_plan(DOCUMENTS, 8)
-    assert "as none were given" in plan.reason and plan.num_q_heads is None
-    assert "as none were given" not in make_plan(DOCUMENTS, 8, **SHAPE).reason
-    assert "32 query and 8 K/V heads of 128" in plan.reason
-    # Three ranks cannot share 32 heads: the next shape alike that they can.
-    assert "36 query and 9 K/V heads of 128" in make_plan(DOCUMENTS, (4, 3)).reason
-    assert "32 query and 8 K/V heads of 128" in make_plan(DOCUMENTS, (2, 16)).reason
