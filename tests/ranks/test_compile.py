@@ -22,7 +22,7 @@ from tests.attention.stand_ins import dense_flex
 from tests.oracle import make_problem
 from tests.pairs import covering, named
 from tests.properties.cases import Case, check, keep_attention, on_rank
-from tests.ranks.calls import EXCHANGES, HOSTS, errors, leaves_of, step
+from tests.ranks.calls import EXCHANGES, errors, leaves_of, step
 from tests.ranks.gloo import GlooPool
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_attention import Setting, packing
@@ -110,7 +110,7 @@ def expected(exchange: str, chunks: int) -> tuple[str, str]:
     """Attention stands between the two halves of each collective, in both directions."""
     if exchange == "ulysses":  # q beside K/V; nothing is computed before they are there
         return "go go wait wait a go wait", "go wait a' go go wait wait"
-    if exchange in ("ring", "hierarchical"):
+    if exchange == "ring":
         return "go a" + " wait go a" * (chunks - 1) + " wait a", "a' go" + " a' wait go" * (chunks - 1) + " a' wait"
     return "go " * chunks + "a" + " wait a" * chunks, "a' go " * chunks + "a'" + " wait" * chunks
 
@@ -118,11 +118,9 @@ def expected(exchange: str, chunks: int) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("num_ranks", "way", "num_plans"),
     [
-        pytest.param(2, {"exchange": "all_gather"}, 5, marks=SLOW),
         pytest.param(2, {"exchange": "needed", "stages": 3}, 5, marks=SLOW),
         (3, {"exchange": "needed", "stages": 1, "reads": (3, 0, 1, 5, 1, 0, 2)}, 7),
         pytest.param(3, {"exchange": "ring", "keep_kv": True}, 3, marks=SLOW),
-        pytest.param(4, {"exchange": "hierarchical", "hardware": HOSTS}, 3, marks=SLOW),
         pytest.param(2, {"exchange": "ulysses"}, 5, marks=SLOW),
     ],
     ids=named,
@@ -138,7 +136,7 @@ def test_one_graph_serves_many_plans(gloo_pool: GlooPool, num_ranks: int, way: W
         assert all(collectives(graph) == in_forward for graph in forwards)
         # Up to torch 2.14 the partitioner of this backend, not Inductor's, keeps the first all-to-all in the backward
         # as well, unused.
-        again = "go wait " if way["exchange"] in ("ring", "hierarchical") else ""
+        again = "go wait " if way["exchange"] == "ring" else ""
         allowed = (in_backward, again + in_backward)
         assert all(collectives(graph, len(again.split())) in allowed for graph in backwards), backwards
         assert max(found) <= 1e-10
@@ -193,7 +191,6 @@ def test_a_checkpoint_recomputes_what_it_is_told_to(selective: bool) -> None:
 
 # 300 keys are no whole number of blocks on any rank.
 FLEX = {
-    "all_gather": Case({"default": SpanMask.documents([0, 30, 31, 170, 300])}, exchange="all_gather"),
     "needed": Case({"default": SpanMask.documents([0, 130, 300], window=(40, 3), causal=False)}, stages=2,
                    bias="batch", batch=2, style="checkpoint"),
     # The last block of keys is full, but for spare keys behind it.
@@ -213,7 +210,7 @@ def on_flex(rank: int, mesh: DeviceMesh, case: Case, *given: Any) -> dict[str, t
         return on_rank(rank, mesh, case, *given)
 
 
-@pytest.mark.parametrize("name", [x if x != "all_gather" else pytest.param(x, marks=SLOW) for x in FLEX])
+@pytest.mark.parametrize("name", FLEX)
 def test_flex_matches_one_device(gloo_pool: GlooPool, name: str) -> None:
     options: dict[str, Any] = {"levels": (2, 1), "kernel": "flex", "dtype": "float32", "dims": (16, 16)}
     compiled = FLEX[name].style.startswith("compiled")

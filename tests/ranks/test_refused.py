@@ -186,11 +186,9 @@ def test_second_derivatives_and_changes_in_place(way: dict[str, Any]) -> None:
 ONE, KEYS = spanwise.make_plan(SpanMask.causal(16), 1), torch.randn(1, 2, 16, 8)  # vmap allows no random numbers
 TRANSFORMS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
     "grad": lambda f, q: torch.func.grad(lambda q: f(q).sum())(q),
-    "vjp": lambda f, q: torch.func.vjp(f, q),
     "jvp": lambda f, q: torch.func.jvp(f, (q,), (q,)),
     "vmap": lambda f, q: torch.vmap(f)(q.expand(3, *q.shape)),
     "vmap around": lambda f, q: torch.vmap(lambda x: f(q) * x)(torch.arange(3.0)),
-    "jacrev": lambda f, q: torch.func.jacrev(f)(q),
 }
 
 
