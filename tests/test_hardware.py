@@ -136,8 +136,3 @@ def test_damaged_files(tmp_path: Path, text: str, names: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=names):
         Hardware.load(path)
-
-
-def test_host_size_is_that_of_the_innermost_links() -> None:
-    four = H100.with_host_size(4)
-    assert [link.ranks for link in four.links] == [4, None] and four.links[0].bandwidth == H100.links[0].bandwidth

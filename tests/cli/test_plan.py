@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import spanwise
-from spanwise import GlobalBatches, SpanMask, make_plan
+from spanwise import SpanMask, make_plan
 from spanwise.cli.lengths import choose_sequence, read_lengths
 from spanwise.cli.options import PlanOptions
 from spanwise.cli.plan import build_masks
@@ -127,16 +127,6 @@ def test_command_from_lengths_to_files(tmp_path: Path) -> None:
     assert "5 documents of 52 to 1,996 tokens, median 700" in done.out
     assert plan.fingerprint in (tmp_path / "o.html").read_text()
     assert shlex.split(figures["command"])[:-2] == ["spanwise", "plan", *arguments]
-
-
-def test_commands_and_functions_have_one_default_hardware(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(0).integers(500, 8000, 30)
-    documents = write(tmp_path / "d.json", json.dumps(lengths.tolist()))
-    _, figures = figures_of(tmp_path / "o.json", "plan", "--documents", documents, "--ranks", 64)
-    plan = make_plan(SpanMask.documents(np.append(0, np.cumsum(lengths))), 64, **SHAPE)
-    assert figures["fingerprint"] == plan.fingerprint and figures["exchange"] == plan.exchange
-    (batch,) = GlobalBatches(lengths, 64, -(-int(lengths.sum()) // 64), **SHAPE)
-    assert batch.plan.hardware == plan.hardware
 
 
 def test_trading_ranks_and_memory(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention, noop_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
 from spanwise.masks.span_mask import SpanMask
 from tests.masks.test_properties import masks
@@ -48,37 +47,6 @@ def test_block_mask_is_torchs_own(mask, size):
         assert lists(*(getattr(ours, n) for n in names)) == lists(*(getattr(theirs, n) for n in names))
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     assert (ours.shape, ours.seq_lengths, ours.BLOCK_SIZE) == (theirs.shape, theirs.seq_lengths, theirs.BLOCK_SIZE)
-
-
-def flex(q, k, v, block_mask):
-    """FlexAttention's eager implementation."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is slow
-        return flex_attention(q, k, v, block_mask=block_mask)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        SpanMask.documents([0, 70, 71, 200]),
-        SpanMask.shared_prefix(40, [50, 33, 77]),
-        SpanMask.block_causal(200, 48, 1, 10),
-        SpanMask.full(200),
-        SpanMask.full(130, 200),
-        SpanMask.stack([SpanMask.causal(200), SpanMask.shared_prefix(20, [100, 80])]),
-    ],
-    ids=repr,
-)
-def test_flex_attention_computes_the_mask(mask):
-    """Lengths that no block divides: keys beyond kv_len would show as weight that the dense mask does not have."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, 2, length, 16, generator=generator, dtype=torch.float64)
-        for length in (mask.q_len, mask.kv_len, mask.kv_len)
-    )
-    dense = torch.from_numpy(mask.dense())[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
-    torch.testing.assert_close(flex(q, k, v, mask.block_mask("cpu", 128)), expected, rtol=1e-10, atol=1e-12)
 
 
 @settings(max_examples=25, deadline=None)

@@ -11,18 +11,6 @@ from spanwise import Packing, SpanMask
 from spanwise.planning import documents
 
 
-@given(st.integers(1, 12), st.integers(1, 3), st.integers(0, 10**6))
-def test_branches_are_the_tokens_apart_from_the_one_before(length: int, rows: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    masks = []
-    for _ in range(2):
-        edges = np.sort(rng.integers(0, length + 1, (rows, 4, length)), axis=1)
-        masks.append(SpanMask(edges[:, ::2], edges[:, 1::2], length))
-    dense = masks[0].dense() | masks[1].dense()
-    apart = [t for t in range(1, length) if any(not row[t, t - 1] and not row[t - 1, t] for row in dense)]
-    assert documents.branches(masks, length).tolist() == apart
-
-
 def test_answers_that_share_a_prompt_are_not_one_document() -> None:
     plan = spanwise.make_plan(SpanMask.shared_prefix(4, [3, 5]), 2)
     assert documents.positions(plan, 0) is None
