@@ -26,11 +26,6 @@ def problem_of(mask, **others):
     return LayoutProblem({"default": mask}, **others)
 
 
-def stacked(*masks):
-    """One batched mask of unbatched one-span masks."""
-    return SpanMask(np.stack([m.start[0] for m in masks]), np.stack([m.end[0] for m in masks]), masks[0].kv_len)
-
-
 def work_per_rank(layout, area, row=0):
     total = np.append(0, np.cumsum(area[row if len(area) > 1 else 0]))
     runs = [layout.runs(rank, row) for rank in range(layout.num_ranks)]
@@ -159,7 +154,7 @@ def test_balance_on_causal_and_of_every_batch_row():
     ratio = [imbalance(assign_layout(name, problem, 8), problem) for name in ("contiguous", "head_tail", "ptrr", "lpt")]
     assert (round(ratio[0], 3), ratio[1]) == (1.875, 1.0) and max(ratio[2:]) < 1.0001
     offsets = [document_offsets(16_384, seed) for seed in (0, 1)]
-    problem = problem_of(stacked(*map(SpanMask.documents, offsets)), cu_seqlens=offsets, block_size=32)
+    problem = problem_of(SpanMask.stack([*map(SpanMask.documents, offsets)]), cu_seqlens=offsets, block_size=32)
     for name, bound in (("per_document_head_tail", 1.003), ("ptrr", 1.01), ("lpt", 1.001)):
         layout = assign_layout(name, problem, 8)
         assert layout.batch_size == 2 and max(imbalance(layout, problem, row) for row in range(2)) < bound, name
@@ -184,7 +179,7 @@ def problems(draw):
     for _ in range(draw(st.integers(1, 3))):
         cuts = draw(st.lists(st.integers(0, seq_len), max_size=8))
         rows.append(np.array([0, *sorted(cuts), seq_len]))  # equal cuts are documents of length 0
-    documents = stacked(*[SpanMask.documents(row) for row in rows])
+    documents = SpanMask.stack([SpanMask.documents(row) for row in rows])
     masks = {"documents": documents, "causal": SpanMask.causal(seq_len)}
     weights = draw(st.sampled_from([None, {"causal": 3}, {"documents": 0.25}]))
     cu_seqlens = rows if len(rows) > 1 or draw(st.booleans()) else rows[0]
@@ -269,7 +264,7 @@ def test_user_balancer_that_reads_the_problem():
     ],
 )
 def test_user_balancer_with_a_bad_answer(answer, message):
-    mask = stacked(SpanMask.causal(14), SpanMask.full(14))
+    mask = SpanMask.stack([SpanMask.causal(14), SpanMask.full(14)])
     with pytest.raises(ValueError, match=f"balancer Returns.*{message}"):
         assign_layout(Returns(answer), problem_of(mask, block_size=4), 2)
     with pytest.raises(ValueError, match="unknown balancer .*'headtail'"):
@@ -283,7 +278,10 @@ CAUSAL = SpanMask.causal(8)
     ("arguments", "message"),
     [
         ({"masks": {"m": SpanMask.full(8, 9)}}, r"'m' is \(8, 9\)"),
-        ({"masks": {"a": stacked(*[CAUSAL] * 2), "b": stacked(*[CAUSAL] * 3)}}, "mask 'a' has batch 2, must be 1 or 3"),
+        (
+            {"masks": {"a": SpanMask.stack([CAUSAL] * 2), "b": SpanMask.stack([CAUSAL] * 3)}},
+            "mask 'a' has batch 2, must be 1 or 3",
+        ),
         ({"weights": {"m": 0}}, "weight of mask 'm' must be positive and finite, got 0"),
         ({"cu_seqlens": [0, 7]}, "cu_seqlens must end with seq_len 8, got 7"),
         ({"cu_seqlens": [[0, 8], [0, 8]]}, "cu_seqlens has 2 rows, must have 1 or 1"),

@@ -50,10 +50,8 @@ MASKS = {
     "full": SpanMask.full(512),
     "window": SpanMask.sliding_window(512, 70, 9),
     "documents": SpanMask.documents(CU_SEQLENS),
-    "batched documents": SpanMask(
-        np.stack([SpanMask.documents(cu).start[0] for cu in (CU_SEQLENS, 512 - CU_SEQLENS[::-1], [0, 512])]),
-        np.stack([SpanMask.documents(cu).end[0] for cu in (CU_SEQLENS, 512 - CU_SEQLENS[::-1], [0, 512])]),
-        512,
+    "batched documents": SpanMask.stack(
+        [SpanMask.documents(cu) for cu in (CU_SEQLENS, 512 - CU_SEQLENS[::-1], [0, 512])]
     ),
 }
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 
 import spanwise
@@ -34,10 +31,3 @@ def test_one_chunk_at_a_time_is_expanded() -> None:
     token = 128 * 320 * 2
     assert (one.resident_bytes() >= one.recv_tokens() * token).all()
     assert (four.resident_bytes() <= one.resident_bytes() - four.recv_tokens() * token * 0.7).all()
-
-
-def test_what_ulysses_trades_and_what_is_saved(tmp_path: Path) -> None:
-    assert np.array_equal(plan(exchange="ulysses").recv_bytes(), plan(None, "ulysses").recv_bytes())
-    made = plan()
-    made.save(tmp_path / "plan.npz")
-    assert spanwise.Plan.load(tmp_path / "plan.npz").kv_row_dim == 576 and made != plan(None)
