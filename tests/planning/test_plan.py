@@ -87,26 +87,6 @@ def test_save_and_load(tmp_path, balancer: str) -> None:
     assert again.__dict__.pop("fingerprint") == plan.fingerprint and again == plan  # computed anew
 
 
-def test_every_damaged_byte_is_noticed_or_does_not_matter(tmp_path) -> None:
-    path = tmp_path / "plan.npz"
-    plan = make_plan({"a": DOCUMENTS, "b": SpanMask.causal(100)}, 2, block_size=16, cu_seqlens=CU, **SHAPE)
-    plan.save(path)
-    whole = path.read_bytes()
-    refused = 0
-    for at in range(0, len(whole), 7):  # all eight bits, and every field of the headers of one member or another
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        try:
-            loaded = Plan.load(path)
-        except ValueError as error:
-            assert str(path) in str(error)
-            refused += 1
-        else:
-            assert loaded == plan and loaded.header() == plan.header(), at
-    assert refused > len(whole) / 14
-    with pytest.raises(FileNotFoundError):
-        Plan.load(tmp_path / "missing.npz")
-
-
 def test_an_altered_file_is_refused(tmp_path) -> None:
     path = tmp_path / "plan.npz"
     make_plan(DOCUMENTS, 3, **SHAPE).save(path)
@@ -184,20 +164,14 @@ def test_a_users_balancer() -> None:
     [
         ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
         ({"num_ranks": (2, 2), "exchange": "ulysses"}, "Ulysses on the inner axis already"),
-        ({"block_size": 2**70}, "block_size must be .* got 11805"),
-        ({"hardware": "h100"}, "hardware must be a spanwise.Hardware"),
         ({"num_ranks": 3, "exchange": "ulysses", "num_q_heads": 4}, "4 query heads .* 3 ranks"),
         ({"exchange": "ulysses", "keep_kv": False}, "Ulysses alone brings none"),
         ({"exchange": "ring", "stages": 2}, "chooses its chunks itself, got stages=2"),
         ({"memory_budget": 1}, "needs num_q_heads and head_dim"),
-        ({"exchange": "magic"}, "unknown exchange 'magic'"),
         ({"num_q_heads": 6, "num_kv_heads": 4}, "6 query heads are not a multiple of 4"),
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, "is a Tensor; make_plan takes a SpanMask"),
         ({"mask": SpanMask.full(4, 8), "balancer": "lpt"}, "4 and 8 tokens.*'lpt'"),
-        ({"mask": {"a": SpanMask.causal(4), "b": SpanMask.causal(5)}}, r"'b' is \(5, 5\)"),
-        ({"weights": {"window": 1}}, "'window'"),
         ({"mask": SpanMask.causal(9), "balancer": "per_document_head_tail"}, "needs cu_seqlens"),
-        ({"packing": [0, 100]}, "give a spanwise.Packing or cu_seqlens"),
     ],
 )
 def test_bad_input(given: dict, message: str) -> None:

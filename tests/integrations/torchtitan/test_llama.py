@@ -229,16 +229,13 @@ def _refused(rank: int, mesh: Any) -> None:
     q, masks = torch.zeros(2, kwargs["positions"].shape[1], 2, 4), {"attention_masks": kwargs["attention_masks"]}
     plan = spanwise.make_plan(spanwise.SpanMask.causal(100), 2)
     for text, act, args, options in (
-        ("no attention module", titan.apply_cp_to_forward, ([], mesh), {}),
         ("got Linear", titan.apply_cp_to_forward, ([torch.nn.Linear(1, 1)], mesh), {}),
         (r"window_size=\(9, 0\)", titan.apply_cp_to_forward, ([windowed], mesh), {}),
         ("own forward, got FlexAttention", titan.apply_cp_to_forward, (inner(model), mesh), {}),
         ("got NoneType", model, (inputs, positions), {}),
         ("'is_causal': False, 'window': 3", inner(model)[0], (q, q, q), masks | dict(is_causal=False, window=3)),
         (r"\(2, 101\)", prepare, (inputs, labels[:1], {"positions": positions}), {}),
-        ("zigzag", prepare, (inputs, labels, {}), dict(load_balancer_type="zigzag")),
         (r"\(100, 2\) .*\(101, 2\)", prepare, (inputs, labels, {}), dict(plan=plan)),
-        ("leave mask", prepare, (inputs, labels, {}), dict(plan=plan, mask=HALVES)),
     ):
         with pytest.raises(ValueError, match=text):
             act(*args, **options)
