@@ -101,15 +101,12 @@ def changed(**figures: Any) -> Hardware:
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Link(0, 0), "bandwidth .*0"),
-    (lambda: Link(1, -1), "latency .*-1"),
     (lambda: Link(1, 0, ranks=1), "ranks .*1"),
     (lambda: changed(attention_flops=-1), "attention_flops .*-1"),
     (lambda: changed(links=()), r"\[\]"),
-    (lambda: changed(links=(Link(1, 0), Link(1, 0))), r"\[None, None\]"),
     (lambda: changed(links=(Link(1, 0, 4), Link(1, 0, 6), Link(1, 0))), r"\[4, 6, None\]"),
     (lambda: changed(wire=(("broadcast", 1.0),)), "'broadcast'"),
     (lambda: changed(wire=(("all_gather", 1.0), ("all_gather", 2.0))), "at most once"),
-    (lambda: FLAT.copy_seconds("8GB"), "num_bytes .*'8GB'"),
     (lambda: FLAT.all_to_all_seconds(np.zeros((2, 3))), r"\(2, 3\)"),
     (lambda: H100.with_host_size(1), "1;"),
     (lambda: dataclasses.replace(H100, links=H100.links[1:]).with_host_size(4), "one level"),

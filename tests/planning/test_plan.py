@@ -98,6 +98,12 @@ def test_an_altered_file_is_refused(tmp_path) -> None:
         np.savez(path, **arrays | changed)
         with pytest.raises(ValueError, match=r"plan\.npz .*(was altered or damaged|is not a plan)"):
             Plan.load(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"plan\.npz"):
+        Plan.load(path)
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "missing.npz")
 
 
 def test_a_plan_that_was_used_pickles_what_it_has_computed_but_no_rank_plans() -> None:

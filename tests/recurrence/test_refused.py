@@ -46,17 +46,13 @@ def dtensor(x: torch.Tensor, mesh: Any) -> DTensor:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: recurrence.recurrence_route(TWO), "needs their mesh"),
-    (lambda: recurrence.recurrence_route(PLAN, conv_width=0), "conv_width"),
     (lambda: recurrence.recurrence_route(spanwise.make_plan(SpanMask.full(4, 8), 1)), "cross attention"),
     (lambda: recurrence.recurrence_route(spanwise.make_plan(SpanMask.shared_prefix(2, [3, 3]), 1)), "cu_seqlens"),
     (lambda: linear(Q, K, V, DECAY[:, :1]), "log_decay must have shape"),
-    (lambda: linear(Q[:7], K[:7], V[:7], DECAY[:7]), "8 tokens"),
     (lambda: linear(Q, K, V, DECAY, scale=torch.ones((), requires_grad=True)), "multiply q by a scale"),
     (lambda: recurrence.gated_linear(Q, K, V, DECAY, PLAN), "route must come from recurrence_route"),
     (lambda: recurrence.gated_delta(Q, K, V, DECAY, None, ROUTE), "gated_delta needs beta"),
     (lambda: conv(X, torch.zeros(2, 5)), "conv_width=5"),
-    (lambda: conv(X, W, activation="relu"), "activation must be"),
-    (lambda: conv(X[:, :7], W), "8 tokens"),
     (lambda: spanwise.relayout(torch.zeros(1, 128, 2), TWO, OTHER), "needs their mesh"),
     (
         lambda: spanwise.relayout(torch.zeros(1, 128, 2), TWO, LONGER),
