@@ -18,19 +18,6 @@ def test_answers_that_share_a_prompt_are_not_one_document() -> None:
         documents.packings(plan)
 
 
-def test_positions_of_batch_rows() -> None:
-    rows = [[0, 7, 40], [0, 21, 40]]
-    whole = np.stack([Packing(row).positions() for row in rows])
-    mask = SpanMask.stack([SpanMask.documents(row) for row in rows])
-    for balancer in ("lpt", "contiguous"):  # a layout of two rows, and one that serves both
-        plan = spanwise.make_plan(mask, 2, balancer=balancer, block_size=4, cu_seqlens=rows)
-        assert plan.layout.batch_size == (2 if balancer == "lpt" else 1)
-        for rank in range(2):
-            for row, got in enumerate(documents.positions(plan, rank)):
-                at = plan.layout.indices(rank, row if plan.layout.batch_size > 1 else 0)
-                assert got.tolist() == whole[row, at].tolist()
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3))), st.integers(0, 3), st.integers(0, 3))
 def test_positions_of_packed_sequences(slots: list[tuple[int, int]], before: int, after: int) -> None:
     lens, padding = np.array(slots, int).reshape(-1, 2).T
