@@ -42,6 +42,14 @@ def test_contiguous_of_a_length_that_does_not_divide():
     np.testing.assert_array_equal(layout.pieces(), [[0, 0, 4], [1, 4, 8], [2, 8, 11]])
 
 
+@pytest.mark.parametrize("longest_first", [True, False])
+def test_lpt_gives_the_short_last_block_to_rank_0(longest_first):
+    """So token counts do not depend on the mask; here that block has the most work, or the least."""
+    for mask in (SpanMask.causal(13), SpanMask.sliding_window(13, 0, 5)):
+        owner = lpt(problem_of(mask, block_size=2), 3, longest_first=longest_first)
+        assert owner[0, -1] == 0 and np.bincount(owner[0]).tolist() == [3, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("seq_len", "pieces"),
     [

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
 from spanwise.masks.span_mask import SpanMask
@@ -34,6 +34,7 @@ def torch_block_mask(mask, size):
     return create_block_mask(mask.mask_mod("cpu"), mask.batch_size, None, mask.q_len, mask.kv_len, "cpu", size)
 
 
+@example(SpanMask.full(10), 4)
 @given(masks().filter(lambda m: m.q_len and m.kv_len), st.integers(1, 20))
 def test_block_mask_is_torchs_own(mask, size):
     """All eight lists, the transposed ones and short last blocks included."""

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -251,6 +252,36 @@ def test_a_rank_that_does_not_come_is_named(gloo_pool: GlooPool) -> None:
         "ranks [1] of the process group of ranks [0, 1] did not come to compare a compiled graph within 0:00:01" in said
     )
     assert nothing == ""
+
+
+def linear(x: torch.Tensor, shards: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+    """Matrix products alone: Inductor has nothing to generate C++ for."""
+    for shard in shards:
+        x = x @ Gathered.apply(shard, mesh).t()
+    return x
+
+
+def from_cache(rank: int, mesh: DeviceMesh, folder: str, nums: list[int]) -> tuple[int, str]:
+    """Hits of the cache of graphs of a step with `nums` layers on each rank, and what it raised."""
+    torch._dynamo.reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(fx_graph_cache=True):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/{rank}")
+        shards = [torch.ones(DIM // mesh.size(), DIM, requires_grad=True) for _ in range(nums[rank])]
+        run = torch.compile(linear, backend=backend("inductor", cost=Cost()))
+        said = error_of(lambda: run(torch.ones(BATCH, DIM), shards, mesh).sum().backward())
+    inductor = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    return int(inductor > 0), said
+
+
+@pytest.mark.slow
+def test_a_graph_from_a_cache_is_compared_too(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """The comparison is part of what the cache holds: a rank that compiles nothing finds out that another differs."""
+    assert gloo_pool.run(2, from_cache, str(tmp_path), [2, 2]) == [(0, ""), (0, "")]
+    assert gloo_pool.run(2, from_cache, str(tmp_path), [2, 2]) == [(1, ""), (1, "")]
+    (hits, said), (missed, told) = gloo_pool.run(2, from_cache, str(tmp_path), [2, 3])
+    assert (hits, missed) == (1, 0) and said == told
+    assert "ranks of the process group of ranks [0, 1] scheduled the collectives of a graph differently" in said
 
 
 class MLP(nn.Module):
