@@ -35,7 +35,8 @@ PERIOD = 50e-3  # between two looks of the thread; with 1 ms, calls of 4 ms took
 POLL = 2e-4  # where a call waits
 FLUSH = 2.0  # seconds to compare the last calls before the process ends
 REFUSED = "an error"  # name of the call that stands for one that raised
-_WIDTH, _WORDS = 120, 8192  # digests in one all-gather; bytes that describe the calls of a rank after a mismatch
+_ROUND = 120  # digests in one all-gather
+_TEXT_BYTES = 8192  # that describe the calls of a rank after a mismatch
 _PROBE_TAG = 0x5BA7  # no rank receives these messages
 _log = logging.getLogger("spanwise")
 
@@ -202,9 +203,9 @@ class CallLog:
         facts = () if call.name == REFUSED else call.facts  # as in `_digest`
         expected = self._expected.meets(hash((call.name, facts, call.age)), call.fresh, call.age > 0)
         self._calls.append(call)
-        self._own.append(2 * _digest(call) + expected)
+        self._own.append(2 * _digest(call) + expected)  # lowest bit: this rank goes on without waiting
         self.count, self.added = self.count + 1, time.monotonic()
-        if len(self._own) > _WIDTH // 2:
+        if len(self._own) > _ROUND // 2:
             self._wake.set()
         return self.count, expected
 
@@ -238,8 +239,8 @@ class CallLog:
                 # A rank takes part in a round while it has a call that was not compared. All ranks know the same of
                 # earlier rounds, so rounds of all ranks match.
                 if self._round is None:
-                    own = list(self._own)[:_WIDTH]
-                    self._round = _Gather(self.host, [len(own), *own, *[0] * (_WIDTH - len(own))], torch.int64)
+                    own = list(self._own)[:_ROUND]
+                    self._round = _Gather(self.host, [len(own), *own, *[0] * (_ROUND - len(own))], torch.int64)
                 if not self._round.work.is_completed():
                     return True
                 (counts, *digests), self._round = zip(*self._round.wait(), strict=True), None
@@ -258,7 +259,7 @@ class CallLog:
     def _differ(self, number: int, started: bool) -> None:
         """Set `error`. If no rank has started the call, or is in a backward, all raise in it, and the log can go on."""
         own = {label: value[:500] for label, value in self._calls[0].described(number).items()}
-        said = json.dumps(own).encode()[:_WORDS].ljust(_WORDS)
+        said = json.dumps(own).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
         by_facts: dict[bytes, list[int]] = {}
         for rank, row in enumerate(_Gather(self.host, list(said), torch.uint8).wait()):
             by_facts.setdefault(bytes(row), []).append(rank)

@@ -84,7 +84,7 @@ def kv_chunks(
     Args:
         k, v: ``[B, Hkv, T, D]``, the rank's own.
         mask: name of the mask, for errors.
-        call: the attention call, if it is compared.
+        call: compares what a backward starts, called with its name; None in compiled code and without comparison.
         compact: what travels in place of K and V, which were expanded from it.
 
     Raises:

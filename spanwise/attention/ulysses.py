@@ -86,7 +86,7 @@ def to_heads(
         q: ``[B, Hq, T, Dk]``, ``Hq % n == 0``; k ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``; v ``[B, Hkv, T, Dv]``.
         name: of the process group.
         kv_trade: of K and V, where their tokens differ from those of q.
-        call: the attention call, if it is compared.
+        call: compares what a backward starts, called with its name; None in compiled code and without comparison.
 
     Returns:
         q ``[B, Hq / n, S, Dk]``, k ``[B, c, S, Dk]``, v ``[B, c, S, Dv]``, strided views; c divides Hq / n.

@@ -3,7 +3,7 @@
     fx graph ─► fx.graph ─► dag ─► quotient ─► search ─► buckets ─► fx.emit ─► new graph
                   costs ─────┘ └──► engine, bounds ─► explain
 
-A file or folder imports only from those above it, but `Timeline.save_chrome_trace`:
+A file or folder imports only from those above it, except in `Timeline.save_chrome_trace`:
 
 - `dag`: a step as plain data. `bounds` of every order of it.
 - `loops`, `scheduler`, `engine`: the machine on which every order is made and timed, in compiled code.
@@ -12,6 +12,7 @@ A file or folder imports only from those above it, but `Timeline.save_chrome_tra
 - `fx`: fx graph to dag and back; captured and saved graphs.
 - `costs`: milliseconds of nodes, by a roofline or measured.
 - `split`: token-wise compute and its collectives in pieces.
+- `offload`: activations in the memory of the host between forward and backward.
 - `explain`: reasons for exposed time, reports, traces.
 - `optimize`, `consensus` (ranks compare their schedules), `pytorch_pass` (PyTorch's pass for comparison); above them
   `graph_pass`, for pipelines of passes, and `backend`, for ``torch.compile``.

@@ -45,7 +45,7 @@ def bucket(
         found: schedule of `dag`. The result keeps its budget and does not exceed its makespan.
         keys: by node; the starts of a bucket have equal keys. None for a start that must not be merged.
         merged_ms: milliseconds of the collective that some starts, by number, become.
-        multiplier, effort: as in `schedule`, for the new schedule.
+        multiplier, effort: as in `schedule`, for the new schedule; effort at most `FEWEST`, as it starts well.
         quick: one round, to compare graphs.
 
     Returns:

@@ -257,8 +257,8 @@ class _Search:
             keeps_kv = exchange.keeps_kv if self.keep_kv is None else self.keep_kv
             variant = plan.replace(kv_exchange=exchange, keep_kv=keeps_kv, stages=stages)
             # Leave out a variant whose K/V cannot be cut into so many chunks: it equals one with fewer.
-            chosen = stages in (1, self.stages)
-            if exchange is no_more_chunks_of or not (chosen or stages in map(variant.num_chunks, variant.masks)):
+            asked_for = stages in (1, self.stages)
+            if exchange is no_more_chunks_of or not (asked_for or stages in map(variant.num_chunks, variant.masks)):
                 continue
             # A price checks the steps of a caller's function.
             is_priced = len(options) > 1 or searched or exchange.name not in EXCHANGES
@@ -342,8 +342,8 @@ def _within_budget(plans: list[Plan], budget: int) -> list[Plan]:
     if not fitting:
         least = min(plans, key=lambda plan: plan.candidates[0].held)
         raise ValueError(
-            f"every plan holds more than memory_budget={budget:,} bytes for its exchange; the least is {_name(least)} "
-            f"with {least.candidates[0].held:,} bytes"
+            f"every plan considered holds more than memory_budget={budget:,} bytes for its exchange; the least is "
+            f"{_name(least)} with {least.candidates[0].held:,} bytes: allow more, use more ranks, or keep_kv=False"
         )
     return fitting
 

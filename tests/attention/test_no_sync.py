@@ -17,13 +17,14 @@ ROOT = Path(__file__).parents[2] / "spanwise"
 NOT_HOT = {
     "attention/call_log.py", "attention/chunks.py", "attention/verify.py", "attention/kernels/_flops.py",
     "attention/kernels/_segments.py", "attention/kernels/_tiles.py", "attention/kernels/sdpa.py",
-    "recurrence/route.py", "recurrence/document_runs.py", "recurrence/relayout.py",
+    "recurrence/route.py", "recurrence/relayout.py",
 }  # fmt: skip
 HOT = {
     *(str(path.relative_to(ROOT)) for folder in ("attention", "recurrence") for path in (ROOT / folder).rglob("*.py")),
     *(f"batch/{name}.py" for name in ("loss", "sharding", "token_scores", "trees")),
     "layouts/thd_order.py", "_torch.py",
 } - NOT_HOT  # fmt: skip
+assert all((ROOT / name).exists() for name in NOT_HOT)
 # Functions that run before any step, when plans, rank plans or modules are made, or a step is compiled.
 PLAN_TIME = {
     "attention/rank_plan.py": {"build", "local_plan"},
@@ -31,6 +32,7 @@ PLAN_TIME = {
     "attention/ulysses.py": {"trade_of"},
     "attention/kernels/flex.py": {"of"},
     "attention/kernels/varlen.py": {"of"},
+    "batch/sharding.py": {"_check_padding"},  # reads an attention mask, which loaders make on the host
 }
 # What lies in host memory: tensors, numpy arrays and numbers.
 ON_HOST = {

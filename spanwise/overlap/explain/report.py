@@ -310,7 +310,7 @@ def summary(found: Figures) -> dict[str, str]:
         f"budget {num_bytes(found.budget)}",
     }
     if found.other is not None:
-        how = "no groups shared links" if found.shared else "groups of a level of links ran one after the other"
+        how = "no groups shared links" if found.shared else "groups that share a network level ran one after the other"
         facts["links"] = f"{milliseconds(found.other[1])}, was {milliseconds(found.other[0])}, if {how}"
     if found.offloaded:
         facts["offloaded"] = f"{len(found.offloaded):,} activations, {num_bytes(sum(found.offloaded.values()))}"
