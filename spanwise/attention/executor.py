@@ -199,7 +199,7 @@ class _Start(torch.autograd.Function):
     ranks gets several gradients; they are summed in float32 at least and cast once.
     """
 
-    # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
+    # *args: without gradients, torch.compile passes no ctx to a function of as many names as arguments.
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensors:
         link, sums, of, meta, rows, carrier, *sends = args

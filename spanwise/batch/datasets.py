@@ -136,6 +136,7 @@ class GlobalBatchStream(GlobalBatchDataset):
     ) -> None:
         if wrong := sorted({"seed", "max_document", "cut", "epochs"} & set(options)):
             raise ValueError(f"a stream has whole documents in their order: leave {', '.join(wrong)} out")
+        # Of a made-up document: they check the options and give the sizes.
         super().__init__(GlobalBatches([1], num_ranks, tokens_per_rank, drop_last=True, **options), [], rank)
         self.documents, self.drop_last = documents, drop_last
         self._arguments, self._options = (num_ranks, tokens_per_rank), options

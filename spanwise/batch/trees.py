@@ -126,11 +126,11 @@ def unshard_edges(edges: TreeEdges, mesh: DeviceMesh | None, x: torch.Tensor, di
         call = compare_call("unshard_edges", {"dtype": x.dtype}, mesh, [x], sizes=sizes, plan=edges.digest, sums=True)
     whole_NF = x_KF.new_zeros(edges.num_tokens, *x_KF.shape[1:]).index_copy(0, edges.targets, x_KF)
     if mesh is not None:
-        whole_NF = _SumOverRanks.apply(whole_NF, mesh, call)
+        whole_NF = _SumBothWays.apply(whole_NF, mesh, call)
     return compare_backward((whole_NF,), call)[0].movedim(0, dim)
 
 
-class _SumOverRanks(torch.autograd.Function):
+class _SumBothWays(torch.autograd.Function):
     """A sum over ranks; the backward sums the gradients of all ranks, in float32 at least."""
 
     @staticmethod

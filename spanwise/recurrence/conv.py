@@ -99,7 +99,7 @@ class _Windows(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
-        # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
+        # *args: without gradients, torch.compile passes no ctx to a function of as many names as arguments.
         ctx, rows_NBC, weight_CW, bias_C, stream, outputs, skipped = args
         stream_LBC = rows_NBC.index_select(0, stream)
         width = weight_CW.shape[1]

@@ -137,7 +137,7 @@ class OperatorPart(torch.autograd.Function):
     each perhaps None, q, k, v, the union's out and lse, and the rest; it gives the gradients of q, k and v.
     """
 
-    # Not named: with as many arguments as names, torch.compile without gradients passes no ctx.
+    # *args: without gradients, torch.compile passes no ctx to a function of as many names as arguments.
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Part:
         (attend, ctx.backward_of), q, _, *rest = args
