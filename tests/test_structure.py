@@ -89,6 +89,7 @@ def test_planted_defects_fit_the_code() -> None:
     assert len({(mutant.folder, mutant.name) for mutant in listed}) == len(listed)
     for mutant in listed:
         assert ast.parse(mutant.planted((ROOT / mutant.file).read_text()))
+        assert all((ROOT / word).exists() for word in mutant.tests.split() if word.startswith("tests/")), mutant.name
 
 
 def test_public_names_are_imported_when_used() -> None:
