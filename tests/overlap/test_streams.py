@@ -70,7 +70,7 @@ def test_a_table_of_links_and_the_report_of_both(graphs: Graphs) -> None:
     apart = overlap.optimize(graphs.backward, cost, bucket=False)
     together = overlap.optimize(graphs.backward, cost, bucket=False, links={tp: "card", dp: "card"})
     assert together.timeline.dag.streams == ("card",) and len(apart.timeline.dag.streams) == 2
-    assert "if groups of a level of links ran one after the other" in apart.report()
+    assert "if groups that share a network level ran one after the other" in apart.report()
     assert "if no groups shared links" in together.report()
     serial = simulate(apart.timeline.dag.with_links({tp: "x", dp: "x"}), apart.timeline.order.tolist())
     assert f"{milliseconds(serial.makespan)}, was" in apart.report()
