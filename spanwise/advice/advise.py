@@ -266,9 +266,11 @@ def _longest_first(work: Float64, bins: int) -> Int64:
 
 def _measure(choices: list[Choice]) -> str:
     """What decides between the first two."""
-    one, other = choices[0], choices[min(1, len(choices) - 1)]
-    if one.interval[1] < other.interval[0] or other.predicted < 1.01 * one.predicted:
-        return "measure: nothing; no other choice is near, or the first two are predicted alike"
+    if len(choices) < 2 or choices[0].interval[1] < choices[1].interval[0]:
+        return "measure: nothing; no other choice is near"
+    one, other = choices[:2]
+    if other.predicted < 1.01 * one.predicted:
+        return "measure: nothing; the first two are predicted alike"
     part = max(one.parts, key=lambda name: abs(one.parts[name] - other.parts[name]))
     how = {
         "exchange": f"`spanwise calibrate` over {max(one.cp, other.cp)} ranks",

@@ -170,17 +170,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         k, v = compact.expanded()
     _check(q, k, v, local, kernel, call)
     compared = None if mesh is None or local.num_ranks == 1 else _compare(q, k, v, rows, local, mesh, kernel.name, call)
-    here = eager(compared)
+    compare = eager(compared)
     mask, sinks, request, score_mod = call.mask_name, call.sinks, call.request, call.options.score_mod
     chunks, batch, flat = local.chunks[mask], q.shape[0], local.chunks[mask][0].flat
     q, k, v = (zero_in_padding(x, at) for x, at in ((q, local.valid), (k, local.kv_valid), (v, local.kv_valid)))
 
-    num_heads, first, tokens = q.shape[1], 0, local.query_tokens
-    if local.trade is not None:
+    num_heads, first, tokens, trade = q.shape[1], 0, local.query_tokens, local.trade
+    if trade is not None:
         assert mesh is not None
         group = mesh.get_group(mesh.ndim - 1).group_name
-        q, k, v = ulysses.to_heads(q, k, v, local.trade, group, f"mask {mask!r}", kv_trade=local.kv_trade, call=here)
-        first, compact = local.trade.rank * q.shape[1], None
+        q, k, v = ulysses.to_heads(q, k, v, trade, group, f"mask {mask!r}", kv_trade=local.kv_trade, compare=compare)
+        first, compact = trade.rank * q.shape[1], None
         sinks = None if sinks is None else sinks[first : first + q.shape[1]]
         score_mod = None if score_mod is None else _for_later_heads(score_mod, first)
 
@@ -197,7 +197,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
 
     # Without a name for the K/V: a name would keep the last chunk's alive while the output travels.
     out, lse, max_logit = merged(
-        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask, here, compact), chunks, tokens,
+        kernel, q, kv_chunks(k, v, chunks, local, mesh, mask, compare, compact), chunks, tokens,
         AttentionOptions(call.options.scale, score_mod, call.options.softcap), max_logit=request.max_logit,
     )  # fmt: skip
     if flat:
@@ -208,14 +208,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> t
         max_logit = torch.nn.functional.pad(max_logit, (first, num_heads - first - q.shape[1]), value=-math.inf)
         max_logit = executor.all_reduce(max_logit, "max", mesh, "max_logit")
 
-    if local.trade is not None:
-        out = ulysses.to_tokens(out, local.trade, group, f"output, mask {mask!r}", call=here)
+    if trade is not None:
+        out = ulysses.to_tokens(out, trade, group, f"output, mask {mask!r}", compare=compare)
         if request.lse:
-            lse = ulysses.to_tokens(lse, local.trade, group, f"lse, mask {mask!r}", call=here)
+            lse = ulysses.to_tokens(lse, trade, group, f"lse, mask {mask!r}", compare=compare)
     out = zero_in_padding(out, local.valid)
     if request.lse and local.valid is not None:  # with sinks, a cotangent of padding would enter
         lse = lse.masked_fill(~local.valid, -math.inf)
-    travels = len(chunks) > 1 or local.trade is not None
+    travels = len(chunks) > 1 or trade is not None
     out, *returned = compare_backward((out, lse) if request.lse else (out,), compared, travels=travels)
     return out, Aux(lse=returned[0] if request.lse else None, max_logit=max_logit)
 

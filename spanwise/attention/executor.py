@@ -80,13 +80,13 @@ class Link(NamedTuple):
         name: of the process group.
         size: its ranks.
         label: names what travels in errors.
-        call: compares what starts in the backward of the call that this is part of; None in compiled code.
+        compare: compares what starts in the backward of the call that this is part of; None in compiled code.
     """
 
     name: str
     size: int
     label: str
-    call: Compared | None = None
+    compare: Compared | None = None
 
 
 def bring(rows: torch.Tensor, steps: Sequence[RankStep], link: Link, *, sums: bool = True) -> Iterator[torch.Tensor]:
@@ -270,8 +270,8 @@ class _Wait(torch.autograd.Function):
         _torch.check_first_order()
         *order, like = ctx.saved_tensors if ctx.empty is None else (*ctx.saved_tensors, ctx.empty)
         # After the saved tensors: a checkpoint recomputes for them, and compares that.
-        if ctx.link.call is not None:
-            ctx.link.call(ctx.what)
+        if ctx.link.compare is not None:
+            ctx.link.compare(ctx.what)
         kind, (send, recv), spare = ctx.meta
         total, through = grads[0], grads[-1] if len(grads) > 1 else None
         if total is not None:

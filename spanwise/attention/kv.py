@@ -76,7 +76,7 @@ def kv_chunks(
     local: RankPlan,
     mesh: DeviceMesh | None,
     mask: str,
-    call: Compared | None = None,
+    compare: Compared | None = None,
     compact: Compact | None = None,
 ) -> Iterator[ChunkKV]:
     """K/V of each chunk, in order. A generator: work between two items runs while later chunks travel.
@@ -84,7 +84,7 @@ def kv_chunks(
     Args:
         k, v: ``[B, Hkv, T, D]``, the rank's own.
         mask: name of the mask, for errors.
-        call: compares what a backward starts, called with its name; None in compiled code and without comparison.
+        compare: compares what a backward starts, called with its name; None in compiled code and without comparison.
         compact: what travels in place of K and V, which were expanded from it.
 
     Raises:
@@ -103,7 +103,7 @@ def kv_chunks(
         )
     rows = (k, v) if compact is None else compact.rows
     name = mesh.get_group(0).group_name  # K/V travel between groups along the mesh's first axis
-    link = Link(name, local.num_ranks // local.inner, f"K/V, mask {mask!r}", call)
+    link = Link(name, local.num_ranks // local.inner, f"K/V, mask {mask!r}", compare)
     remote, refetch = chunks[1:], None
     if not local.keep_kv:
         label = f"K/V refetched for the backward, mask {mask!r}"
@@ -145,8 +145,8 @@ class Refetch:
         self._arrived.clear()  # the backward of earlier ones is done
         for j in (i, i - 1):
             if j >= 0 and j not in self._under_way:
-                if self._link.call is not None:
-                    self._link.call(f"{self._link.label}, chunk {j + 1}")
+                if self._link.compare is not None:
+                    self._link.compare(f"{self._link.label}, chunk {j + 1}")
                 if self._rows is None:
                     self._rows = pack(*self._own)  # once for all chunks
                 self._under_way[j] = bring(self._rows, [self._steps[j]], self._link)

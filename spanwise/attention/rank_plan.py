@@ -230,9 +230,7 @@ def local_plan(
         )
     _torch.check_transforms()
     rank = rank_on(mesh, plan.num_ranks, plan.inner)
-    device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(device, mesh)
     found = find(kernel, device)
     chosen = None if found.plain else found
     key = (rank, device, chosen)
@@ -263,6 +261,12 @@ def local_of(
     if local.num_ranks > 1 and (rank := rank_on(mesh, local.num_ranks, local.inner)) != local.rank:
         raise ValueError(f"this is rank {rank}, and the rank plan is rank {local.rank}'s")
     return local, mesh
+
+
+def device_of(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+    """The device, by default the mesh's or the CPU; "cuda" alone gets the index of the current one."""
+    device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def rank_on(mesh: DeviceMesh | None, num_ranks: int, inner: int = 1) -> int:

@@ -74,7 +74,7 @@ def to_heads(
     label: str,
     *,
     kv_trade: Trade | None = None,
-    call: Compared | None = None,
+    compare: Compared | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's heads of all tokens of the group, in ascending order of the tokens.
 
@@ -86,7 +86,7 @@ def to_heads(
         q: ``[B, Hq, T, Dk]``, ``Hq % n == 0``; k ``[B, Hkv, T, Dk]``, ``Hq % Hkv == 0``; v ``[B, Hkv, T, Dv]``.
         name: of the process group.
         kv_trade: of K and V, where their tokens differ from those of q.
-        call: compares what a backward starts, called with its name; None in compiled code and without comparison.
+        compare: compares what a backward starts, called with its name; None in compiled code and without comparison.
 
     Returns:
         q ``[B, Hq / n, S, Dk]``, k ``[B, c, S, Dk]``, v ``[B, c, S, Dv]``, strided views; c divides Hq / n.
@@ -96,7 +96,7 @@ def to_heads(
     held = kv_heads_held(q.shape[1], kv_heads, num_ranks)
     shared = held * num_ranks > kv_heads
     step = _head_by_head(kv_trade.heads, kv_heads, held, num_ranks) if shared else kv_trade.heads
-    of_q, of_kv = (Link(name, num_ranks, f"heads of {what}, {label}", call) for what in ("q", "K/V"))
+    of_q, of_kv = (Link(name, num_ranks, f"heads of {what}, {label}", compare) for what in ("q", "K/V"))
     # Without names for the rows: a name would keep those that leave alive while others arrive.
     arriving_q = bring(_by_rank([q], trade, num_ranks), [trade.heads], of_q, sums=False)
     arriving_kv = bring(_by_rank([k, v], kv_trade, kv_heads if shared else num_ranks), [step], of_kv, sums=shared)
@@ -106,14 +106,14 @@ def to_heads(
     return q, k, v
 
 
-def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str, *, call: Compared | None = None) -> torch.Tensor:
+def to_tokens(x: torch.Tensor, trade: Trade, name: str, label: str, *, compare: Compared | None = None) -> torch.Tensor:
     """All heads of this rank's tokens, in their own order: the inverse of `to_heads` for q, or for an lse.
 
     A collective call of the group. A rank receives ``B * T * (Hq - Hq / n) * D`` elements of others' heads. `x` is
     ``[B, Hq / n, S, D]`` or ``[B, Hq / n, S]``, the result ``[B, Hq, T, D]`` or ``[B, Hq, T]``, a strided view.
     """
     x_BhSD = x if x.dim() == 4 else x.unsqueeze(-1)
-    link = Link(name, trade.num_ranks, label, call)
+    link = Link(name, trade.num_ranks, label, compare)
     (rows,) = bring(_by_token(x_BhSD, trade), [trade.tokens], link, sums=False)
     x_BHTD = _from_ranks(rows, trade, x.shape[0], x_BhSD.shape[3])
     return x_BHTD if x.dim() == 4 else x_BHTD.squeeze(-1)

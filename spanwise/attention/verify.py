@@ -164,16 +164,17 @@ def verify(
     given = {key: x.detach().to(local.tokens.device) for key, x in given.items()}
 
     known = inspect.signature(getattr(fn_or_model, "forward", fn_or_model)).parameters
-    named = plan_name or next((name for name in ("plan", "block_mask", "attn_mask") if name in known), None)
+    by_name = isinstance(inputs, Mapping)
+    default = "plan" if by_name else None
+    plan_name = plan_name or next((name for name in ("plan", "block_mask", "attn_mask") if name in known), default)
 
     def call(values: Sequence[torch.Tensor], local: RankPlan) -> torch.Tensor:
-        by_name = dict(zip(given, values, strict=True)) | fixed if isinstance(inputs, Mapping) else {}
-        if named or by_name:
-            by_name |= {named or "plan": local}
-            by_name |= {"mesh": mesh if local.num_ranks > 1 else None} if "mesh" in known else {}
-            result = fn_or_model(*([] if isinstance(inputs, Mapping) else values), **by_name)
-        else:
+        if plan_name is None:
             result = fn_or_model(*values, local)
+        else:
+            named = {plan_name: local} | ({"mesh": mesh if local.num_ranks > 1 else None} if "mesh" in known else {})
+            named |= dict(zip(given, values, strict=True)) | fixed if by_name else {}
+            result = fn_or_model(*([] if by_name else values), **named)
         result = result[0] if isinstance(result, tuple) else getattr(result, "logits", result)
         if not isinstance(result, torch.Tensor):
             raise ValueError(f"verify compares one tensor, or logits; the function returned a {type(result).__name__}")

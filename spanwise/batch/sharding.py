@@ -170,16 +170,14 @@ def _shifted(
 
 
 def _packings(plan: Plan | RankPlan, cu_seqlens: Any) -> list[Packing]:
-    """The documents of every batch row (one entry serves all), with their padding; `cu_seqlens` before the plan's."""
-    if isinstance(plan, RankPlan) and plan.packed:
+    """The documents of every batch row, as `documents.packings`; a `RankPlan` needs `cu_seqlens`."""
+    if isinstance(plan, Plan):
+        return documents.packings(plan, cu_seqlens)
+    if plan.packed:
         raise ValueError("a RankPlan does not know where its packed sequences lie; pass the Plan")
-    if isinstance(plan, Plan) and plan.packing is not None and cu_seqlens is not None:
-        raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
-    if cu_seqlens is not None:
-        return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
-    if isinstance(plan, RankPlan):
+    if cu_seqlens is None:
         raise ValueError("a RankPlan knows its own tokens' positions only: pass the Plan, or cu_seqlens of the batch")
-    return documents.packings(plan)
+    return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
 
 
 def shard_batch(

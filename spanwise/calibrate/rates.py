@@ -43,9 +43,7 @@ class Ranks:
         self.members = dist.get_process_group_ranks(self.group)
         self.size = len(self.members)
         self.rank = mesh.get_local_rank()
-        if device == torch.device("cuda"):
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
+        self.device = rank_plan.device_of(device, mesh)
         self._where = _torch.comparison_device(self.group)
 
     def over_ranks(self, values: Sequence[float]) -> list[float]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -15,18 +16,23 @@ from spanwise.layouts.runs import ragged_arange
 from spanwise.layouts.token_tree import TokenTree
 from spanwise.masks import even_runs
 from spanwise.masks.arrays import Int64
+from spanwise.masks.checks import check_offset_rows
 from spanwise.masks.span_mask import SpanMask
 from spanwise.planning.plan_data import PlanData
 
 
-def packings(plan: PlanData, *, state: bool = False) -> list[Packing]:
+def packings(plan: PlanData, cu_seqlens: Any = None, *, state: bool = False) -> list[Packing]:
     """The documents of every batch row (one entry serves all), with their padding: of the plan's packing or offsets.
 
-    Without these one document, if the mask cannot hold several; else ``ValueError``. `state`: for layers that carry a
-    state along a document, which cannot follow the branches of a tree.
+    `cu_seqlens` of a caller go before the plan's. Without any, one document if the mask cannot hold several; else
+    ``ValueError``. `state`: for layers that carry a state along a document, which cannot follow the branches of a tree.
     """
     if plan.packing is not None:
+        if cu_seqlens is not None:
+            raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
         return [plan.packing]
+    if cu_seqlens is not None:
+        return [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
     if plan.cu_seqlens is not None:
         return [Packing(row) for row in plan.cu_seqlens]
     if plan.kv_layout != plan.layout:

@@ -49,7 +49,8 @@ def kv_token_bytes(plan: PlanData, shape: tuple[int, int, int, int] | None = Non
 
     All heads, or under Ulysses the heads that a rank computes. `shape`: `PlanData.attention_shape`, where it is known.
     """
-    if plan.kv_row_dim is not None and plan.inner == 1:
+    if is_compact(plan):
+        assert plan.kv_row_dim is not None
         return plan.kv_row_dim * plan.itemsize
     num_heads, kv_heads, qk_dim, v_dim = shape or plan.attention_shape("bytes of K/V")
     held = kv_heads if plan.inner == 1 else kv_heads_held(num_heads, kv_heads, plan.inner)

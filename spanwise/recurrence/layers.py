@@ -172,7 +172,7 @@ def _check(
         check_finite(scale, "scale", like=f"; None is 1 / sqrt({keys})")
 
 
-def _passed(of: Inputs, route: RecurrenceRoute, scale: float, label: str, call: Compared | None) -> Tensor:
+def _passed(of: Inputs, route: RecurrenceRoute, scale: float, label: str, compare: Compared | None) -> Tensor:
     """Outputs ``[R, H, V]`` of a gated recurrence, float32 at least; `label` names the transfer in errors."""
     state, dense = (of.heads, of.k.shape[2], of.v.shape[2]), of.beta is not None
 
@@ -188,7 +188,7 @@ def _passed(of: Inputs, route: RecurrenceRoute, scale: float, label: str, call: 
     own = F.pad(opened.flatten(1), (factors, 0))  # of the first map of a document A is not read
     if not _is_empty(route.middle):
         own = own + _maps(of, route)
-    link = Link(_torch.group_name(route.mesh.get_group()), route.mesh.size(), label, call)
+    link = Link(_torch.group_name(route.mesh.get_group()), route.mesh.size(), label, compare)
     arriving = bring(own, [route.step], link)
     if not _is_empty(route.whole):
         out = out + run(route.whole)[0]

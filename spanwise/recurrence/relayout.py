@@ -20,7 +20,7 @@ from spanwise import _torch
 from spanwise.attention.chunks import size
 from spanwise.attention.compare import compare_backward, compare_call, eager, tells_refusals
 from spanwise.attention.executor import Link, RankStep, bring
-from spanwise.attention.rank_plan import compare_fingerprints, rank_on
+from spanwise.attention.rank_plan import compare_fingerprints, device_of, rank_on
 from spanwise.layouts.layout import Layout
 from spanwise.layouts.thd_order import check_batch_dim, check_dim
 from spanwise.masks.arrays import Int64
@@ -141,7 +141,7 @@ def relayout_route(
     if sizes[0] != sizes[1]:
         raise ValueError(f"plans differ: from_plan has (seq_len, num_ranks) = {sizes[0]}, to_plan {sizes[1]}")
     rank = rank_on(mesh, from_plan.num_ranks)
-    device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
+    device = device_of(device, mesh)
     prints = f"{from_plan.fingerprint} to {to_plan.fingerprint}"
     digest = hashlib.blake2b(prints.encode(), digest_size=16).digest()
     if mesh is not None and from_plan.num_ranks > 1:

@@ -21,13 +21,12 @@ from torch.distributed.tensor import DTensor
 from spanwise import _torch
 from spanwise.attention.chunks import on_device, size
 from spanwise.attention.executor import RankStep
-from spanwise.attention.rank_plan import compare_fingerprints, rank_on
+from spanwise.attention.rank_plan import compare_fingerprints, device_of, rank_on
 from spanwise.layouts import document_runs
 from spanwise.layouts.document_runs import DocumentRuns
-from spanwise.layouts.packing import Packing
 from spanwise.layouts.runs import ragged_arange
 from spanwise.masks.arrays import Bool, Int64
-from spanwise.masks.checks import check_offset_rows, check_positive
+from spanwise.masks.checks import check_positive
 from spanwise.planning import documents
 from spanwise.planning.plan import Plan
 
@@ -136,16 +135,9 @@ def recurrence_route(
         raise ValueError(f"recurrence_route needs the Plan, got a {type(plan).__name__}")
     if plan.kv_layout != plan.layout:
         raise ValueError("a layer with a state runs along one sequence; the plan is for cross attention")
-    if cu_seqlens is None:
-        packings = documents.packings(plan, state=True)
-    elif plan.packing is not None:
-        raise ValueError("the plan's packing already gives documents and padding; leave cu_seqlens out")
-    else:
-        packings = [Packing(row) for row in check_offset_rows(cu_seqlens, plan.seq_len)]
+    packings = documents.packings(plan, cu_seqlens, state=True)
     rank, conv_width = rank_on(mesh, plan.num_ranks), check_positive(conv_width, "conv_width")
-    device = torch.device(device if device is not None else "cpu" if mesh is None else mesh.device_type)
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(device, mesh)
     everyone, rows = document_runs.find(plan.layout, packings), max(plan.layout.batch_size, len(packings))
     prints = hashlib.blake2b(f"recurrence of {plan.fingerprint}, {conv_width}".encode(), digest_size=16)
     for values in everyone:
